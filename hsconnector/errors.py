@@ -1,0 +1,121 @@
+"""Every exception that hsconnector raises on purpose.
+
+    HSConnectorError
+    ├── SettingsError (ValueError)      a setting that is unknown, ill-typed or contradicts another
+    ├── LayoutError (ValueError)        a KV-cache geometry that the engine refuses or that we cannot read exactly
+    ├── UnsupportedError                an engine, model or request feature that extraction cannot serve
+    ├── ProtocolError (ValueError)      bytes that are not a message of this protocol version
+    ├── ShardError (ValueError)         bytes that are not a whole shard
+    ├── RingError                       staging memory that cannot be created, opened or trusted
+    ├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
+    ├── TransportError (ConnectionError)
+    │   ├── SidecarUnreachable          nobody answers, or not in time
+    │   ├── SidecarRefused              an answer that says no: wrong key, protocol version, malformed batch
+    │   └── ProducerUnknown             the sidecar restarted or gave this stream up: open a new one
+    └── CaptureError                    one capture cannot be given; carries capture_id and reason
+        ├── CaptureNotFound             never heard of
+        ├── CapturePending              not final within the time waited
+        ├── CaptureFailed               ended without a shard
+        ├── CaptureQuarantined          whole but unsound; the verdict says where
+        └── CaptureExpired              was here, was deleted or ran out of time
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "CaptureExpired",
+    "CaptureFailed",
+    "CaptureNotFound",
+    "CapturePending",
+    "CaptureQuarantined",
+    "HSConnectorError",
+    "LayoutError",
+    "ProducerUnknown",
+    "ProtocolError",
+    "RingError",
+    "SettingsError",
+    "ShardError",
+    "SidecarRefused",
+    "SidecarUnreachable",
+    "StoreError",
+    "TransportError",
+    "UnsupportedError",
+]
+
+
+class HSConnectorError(Exception):
+    """Root of the tree; catch this to catch everything of ours."""
+
+
+class SettingsError(HSConnectorError, ValueError):
+    """A setting that is unknown, ill-typed or contradicts another."""
+
+
+class LayoutError(HSConnectorError, ValueError):
+    """A KV-cache geometry that the engine refuses or that cannot be read exactly."""
+
+
+class UnsupportedError(HSConnectorError):
+    """An engine, model or request feature that extraction cannot serve."""
+
+
+class ProtocolError(HSConnectorError, ValueError):
+    """Bytes that are not a message of this protocol version."""
+
+
+class ShardError(HSConnectorError, ValueError):
+    """Bytes that are not a whole shard."""
+
+
+class RingError(HSConnectorError):
+    """Staging memory that cannot be created, opened or trusted."""
+
+
+class StoreError(HSConnectorError, OSError):
+    """The store cannot take or give bytes."""
+
+
+class TransportError(HSConnectorError, ConnectionError):
+    """The sidecar did not take a call."""
+
+
+class SidecarUnreachable(TransportError):
+    """Nobody answers at the sidecar's address, or not in time."""
+
+
+class SidecarRefused(TransportError):
+    """The sidecar answered, and said no."""
+
+
+class ProducerUnknown(TransportError):
+    """The sidecar does not know this stream any more: open a new one."""
+
+
+class CaptureError(HSConnectorError):
+    """One capture cannot be given."""
+
+    def __init__(self, message: str, *, capture_id: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.capture_id = capture_id
+        self.reason = reason
+
+
+class CaptureNotFound(CaptureError):
+    """No capture is known under this id."""
+
+
+class CapturePending(CaptureError):
+    """The capture was not final within the time waited."""
+
+
+class CaptureFailed(CaptureError):
+    """The capture ended without a shard."""
+
+
+class CaptureQuarantined(CaptureError):
+    """The capture is whole but unsound; its verdict says which rows and slots."""
+
+
+class CaptureExpired(CaptureError):
+    """The capture was here and is not any more."""
