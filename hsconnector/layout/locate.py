@@ -53,7 +53,7 @@ def locate_hidden_group(groups: Sequence[Group] | None, global_block_size: int |
     if not groups:
         raise LayoutError(
             "the engine has no KV-cache group, so there is no place for hidden states; start it with "
-            "--speculative-config '{\"method\": \"extract_hidden_states\", ...}'"
+            '--speculative-config \'{"method": "extract_hidden_states", ...}\''
         )
     if not found:
         raise LayoutError(

@@ -52,7 +52,12 @@ def test_case_7_a_lost_marker_is_refused_and_every_group_named() -> None:
     lost = Group(("cache_only_layers.40",), MLA(block_size=22, num_kv_heads=4, head_size=2048, dtype="bfloat16"))
     with pytest.raises(LayoutError) as refused:
         locate_hidden_group([ATTENTION_GROUP, Group(("b",), SLIDING), lost])
-    for named in ("group 0: full attention, 528", "group 1: sliding window", "group 2: MLA, 22", "HiddenStateCacheSpec"):
+    for named in (
+        "group 0: full attention, 528",
+        "group 1: sliding window",
+        "group 2: MLA, 22",
+        "HiddenStateCacheSpec",
+    ):
         assert named in str(refused.value)
 
 
