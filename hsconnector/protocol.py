@@ -122,6 +122,8 @@ class FailReason(enum.StrEnum):
     """The engine's caches were reset (new weights) while the capture was open."""
     UNSUPPORTED_REQUEST = "unsupported_request"
     """The request's kind has no hidden states to capture."""
+    LAYOUT = "layout"
+    """The block table or the hidden group cannot be read exactly."""
     BAD_REQUEST = "bad_request"
     """`kv_transfer_params["hidden_states"]` holds something that is not allowed there."""
     BAD_MESSAGE = "bad_message"

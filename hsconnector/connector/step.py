@@ -1,0 +1,60 @@
+"""What the scheduler side tells the worker side in one engine step. Plain data; travels pickled inside vLLM's metadata.
+
+The worker applies the fields in the order they are declared here, and reads only after the last of them: first it
+forgets the tables that are gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hsconnector.protocol import CaptureInfo, FailReason
+
+__all__ = ["Failure", "Finish", "Step", "TableChange"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A capture is over without a shard; its request may go on."""
+
+    request_id: str
+    reason: FailReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """Block ids of the hidden group: appended to the capture's table, or a new table from the start."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    start_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The request has ended and keeps its blocks until every rank has reported it.
+
+    Rows `0 .. num_rows` may be read now; `token_ids` are theirs, int64 little-endian.
+    """
+
+    request_id: str
+    num_rows: int
+    token_ids: bytes
+    reason: str
+
+
+@dataclass(slots=True)
+class Step:
+    """One step's news of every capture, for every rank."""
+
+    group: int
+    block_size: int
+    lost: list[str] = field(default_factory=list)
+    """Requests that own no blocks any more, though they may come back: preempted."""
+    begun: list[CaptureInfo] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    tables: list[TableChange] = field(default_factory=list)
+    readable: list[tuple[str, int]] = field(default_factory=list)
+    """Request id and how many of its rows, from row 0, may be read before this step's forward."""
+    finished: list[Finish] = field(default_factory=list)
