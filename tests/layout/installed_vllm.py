@@ -1,0 +1,20 @@
+"""The installed vLLM's modules, imported past the deprecation warnings that torch gives at import."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm")
+    from vllm.v1 import kv_cache_interface as interface
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.core import kv_cache_utils as engine
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+__all__ = ["KVCacheLayout", "MultipleOf", "engine", "interface"]
+
+logging.getLogger("vllm").setLevel(logging.ERROR)
