@@ -1,0 +1,178 @@
+"""`hsconnector show`: one capture, a shard file, or the latest captures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hsconnector.client import DEFAULT_URL, CaptureRecord, Client
+from hsconnector.errors import CaptureNotFound
+from hsconnector.layout.presets import slot_name
+from hsconnector.protocol import is_capture_id
+from hsconnector.shard import ShardHeader, open_header
+
+__all__ = ["plain", "show"]
+
+_LATEST = 20
+
+
+def show(
+    what: Annotated[
+        str, typer.Argument(help="A capture id, a handle, a request id or a shard file; nothing: the latest captures.")
+    ] = "",
+    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    limit: Annotated[int, typer.Option(min=1, help="Captures of a list.")] = _LATEST,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Shows what is known of captures: state, verdict, layers, size and where they are.
+
+    A request id is the engine's or the one the client knows; several captures of one request are shown as a list.
+    """
+    if Path(what).is_file() or what.endswith(".safetensors"):
+        _show_shard(Path(what), as_json)
+        return
+    with Client(url) as client:
+        records = _records(client, what, limit)
+    if as_json:
+        for record in records:
+            typer.echo(msgspec.json.encode(record).decode())
+    elif len(records) == 1 and what:
+        _print_fields(_fields(records[0]))
+    else:
+        _print_list(records)
+
+
+def plain(text: str) -> str:
+    """A text from elsewhere, safe for a terminal: what is not printable is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def readable_bytes(count: int) -> str:
+    """ "1.2 MB", in powers of 1000."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _records(client: Client, what: str, limit: int) -> Sequence[CaptureRecord]:
+    if not what:
+        return [record for record, _ in zip(client.captures(page_size=min(limit, 100)), range(limit), strict=False)]
+    if is_capture_id(what) or "://" in what:
+        return [client.record(what)]
+    found = client.find(request_id=what) or client.find(client_id=what)
+    if not found:
+        raise CaptureNotFound(f"no capture of the request {plain(what)!r} is known at {client.url}")
+    return found[:limit]
+
+
+def _fields(record: CaptureRecord) -> dict[str, str]:
+    shape = f"[{record.num_rows}, {len(record.layer_ids)}, {record.hidden_size}] {record.dtype}"
+    state = record.state + (f": {record.reason} {record.detail}" if record.reason else "")
+    fields = {
+        "capture": record.capture_id,
+        "state": state,
+        "verdict": _verdict(record),
+        "request": record.request_id,
+        "rows": f"{record.num_rows} ({record.rows}), {record.num_prompt_tokens} prompt tokens",
+        "hidden_states": shape,
+        **_slots(record.layer_ids, record.num_layers, record.verdict),
+        "model": " ".join([record.model, record.model_revision]).strip(),
+        "engine": f"{record.engine_id}, vLLM {record.vllm_version}",
+        "dataset": record.dataset,
+        "sample": record.sample_id,
+        "tags": json.dumps(record.tags, ensure_ascii=False) if record.tags else "",
+        "adapter": record.lora,
+        "finished": record.finish_reason,
+        "created": _moment(record.created),
+        "content hash": record.content_hash,
+        "data hash": record.data_hash,
+        "size": readable_bytes(record.size),
+        "file": record.path or "",
+        "handle": record.handle,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _verdict(record: CaptureRecord) -> str:
+    if record.verdict is None:
+        return ""
+    return "sound" if not record.unsound else f"unsound: {record.findings}"
+
+
+def _slots(layer_ids: Sequence[int], num_layers: int, verdict: Mapping[str, Any] | None) -> dict[str, str]:
+    stats = {entry["slot"]: entry for entry in (verdict or {}).get("slots", ())}
+    lines = {}
+    for slot, layer in enumerate(layer_ids):
+        text = f"layer {layer} ({slot_name(layer)}{', before the final norm' if layer == num_layers else ''})"
+        if slot in stats:
+            seen = stats[slot]
+            text += f", mean norm {_number(seen['mean_norm'])}"
+            text += f", {_number(seen['minimum'])} to {_number(seen['maximum'])}"
+        lines[f"slot {slot}"] = text
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3g}"
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def _show_shard(path: Path, as_json: bool) -> None:
+    header = open_header(path)
+    if as_json:
+        tensors = {"shape": header.shape, "dtype": header.dtype, "bytes": header.data_at + header.data_bytes}
+        typer.echo(json.dumps({**header.metadata, **tensors}, ensure_ascii=False))
+    else:
+        _print_fields({"file": str(path), **_shard_fields(header)})
+
+
+def _shard_fields(header: ShardHeader) -> dict[str, str]:
+    num_layers = header.metadata.get("num_layers", "")
+    return {
+        "hidden_states": f"{list(header.shape)} {header.dtype}",
+        **_slots(header.layer_ids, int(num_layers) if re.fullmatch("[0-9]+", num_layers) else -1, None),
+        "size": readable_bytes(header.data_at + header.data_bytes),
+        **{name: value for name, value in header.metadata.items() if value and name != "layer_ids"},
+    }
+
+
+def _print_fields(fields: Mapping[str, str]) -> None:
+    width = max(map(len, fields))
+    for name, value in fields.items():
+        typer.echo(f"{plain(name):<{width}}  {plain(value)}")
+
+
+def _print_list(records: Sequence[CaptureRecord]) -> None:
+    table = Table("capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request", box=None)
+    for record in records:
+        state = record.state + (f": {record.reason}" if record.reason else "")
+        cells = [
+            record.capture_id,
+            _moment(record.created)[:19],
+            state,
+            str(record.num_rows),
+            str(len(record.layer_ids)),
+            readable_bytes(record.size),
+            record.dataset,
+            record.sample_id,
+            record.request_id,
+        ]
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+    console = Console()
+    console.print(table if records else "no captures yet")

@@ -1,0 +1,190 @@
+"""`hsconnector verify`: captures against a Hugging Face forward pass of the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from hsconnector.cli.show import plain
+from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.comparison import DEFAULT_TOLERANCES, compare, explain
+from hsconnector.errors import CaptureNotFound, SettingsError
+from hsconnector.protocol import CaptureState
+from hsconnector.reference import ReferenceModel
+from hsconnector.shard import Capture, open_shard
+
+__all__ = ["Report", "check", "sentence", "verify"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of one capture; `first_*` and `diagnosis` are set where it differs."""
+
+    capture_id: str
+    request_id: str
+    model: str
+    ok: bool
+    rows: int
+    layer_ids: tuple[int, ...]
+    dtype: str
+    tolerance: float
+    largest: float
+    """Largest absolute difference."""
+    largest_relative: float
+    """Largest difference of a row and slot, relative to that row's largest value."""
+    wrong_rows: int = 0
+    first_row: int | None = None
+    first_slot: int | None = None
+    first_layer: int | None = None
+    diagnosis: str = ""
+
+
+def verify(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="Store folders, shard files, capture ids or handles; none: the sidecar's latest captures."),
+    ] = None,
+    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    model: Annotated[str, typer.Option(help="The checkpoint to compare with; else what each capture names.")] = "",
+    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the latest ones.")] = 4,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Relative to a row's largest value; 0: 1e-4 (f32), 1e-2 (f16), 5e-2 (bf16).")
+    ] = 0.0,
+    dtype: Annotated[str, typer.Option(help="What Hugging Face computes in.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where Hugging Face computes; empty: a GPU if there is one.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Proves layer ids, norm and offsets of captures by computing them again with Hugging Face.
+
+    Names the first row and slot that differ and says what they hold instead: another layer, a neighbouring row, the
+    states after the final norm. Exit code 1 if anything differs or nothing was found.
+    """
+    console = Console(stderr=True)
+    with Client(url) as client:
+        captures = list(islice(_captures(sources or [], client), n))
+    if not captures:
+        raise CaptureNotFound(f"nothing to verify in {', '.join(sources or [url])}")
+    reports = []
+    models: dict[str, ReferenceModel] = {}
+    for capture in track(captures, "comparing", console=console, transient=True, disable=not console.is_terminal):
+        name = model or capture.metadata.get("model", "")
+        if name not in models:
+            models[name] = ReferenceModel(name, dtype=dtype, device=device)
+        reports.append(check(capture, models[name], tolerance))
+        if as_json:
+            typer.echo(json.dumps(asdict(reports[-1])))
+    if not as_json:
+        _print(reports)
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -> Report:
+    """One capture against its reference; `tolerance` 0 takes that of the capture's dtype. Raises SettingsError."""
+    _refuse_incomparable(capture, reference)
+    token_ids = capture.token_ids.tolist()
+    dtype = str(capture.hidden_states.dtype).removeprefix("torch.")
+    tolerance = tolerance or DEFAULT_TOLERANCES[dtype]
+    difference = compare(capture.hidden_states, reference.states(token_ids, capture.layer_ids), tolerance)
+    report = Report(
+        capture_id=capture.capture_id,
+        request_id=capture.metadata.get("request_id", ""),
+        model=reference.name,
+        ok=difference.ok,
+        rows=len(token_ids),
+        layer_ids=capture.layer_ids,
+        dtype=dtype,
+        tolerance=tolerance,
+        largest=difference.largest,
+        largest_relative=difference.largest_relative,
+        wrong_rows=len(difference.wrong_rows),
+        first_row=difference.first_row,
+        first_slot=difference.first_slot,
+    )
+    return report if difference.ok else _explained(report, capture, reference)
+
+
+def _explained(report: Report, capture: Capture, reference: ReferenceModel) -> Report:
+    slot = report.first_slot or 0
+    layer = capture.layer_ids[slot]
+    layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
+    diagnosis = explain(
+        capture.hidden_states[:, slot],
+        layers,
+        reference.normed(layers[:, -1]),
+        layer_id=layer,
+        tolerance=report.tolerance,
+    )
+    return replace(report, first_layer=layer, diagnosis=diagnosis)
+
+
+def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:
+    if capture.first_row:
+        raise SettingsError(f"a view from row {capture.first_row} cannot be computed again: verify the whole capture")
+    if adapter := capture.metadata.get("lora"):
+        raise SettingsError(
+            f"capture {capture.capture_id} ran with the adapter {plain(adapter)}, which {reference.name} alone has not"
+        )
+    layers = capture.metadata.get("num_layers", "")
+    if layers and layers != str(reference.num_layers):
+        raise SettingsError(
+            f"capture {capture.capture_id} is of a model with {layers} layers, "
+            f"{reference.name} has {reference.num_layers}: give its own checkpoint with --model"
+        )
+
+
+def _captures(sources: Iterable[str], client: Client) -> Iterator[Capture]:
+    named = False
+    for source in sources:
+        named = True
+        if Path(source).is_dir():
+            yield from (open_shard(path, verify=True) for path in _shards(Path(source)))
+        elif Path(source).exists() or source.endswith(".safetensors"):
+            yield open_shard(source, verify=True)
+        else:
+            yield client.fetch(source)
+    if not named:
+        yield from (client.fetch(record) for record in client.captures(state=CaptureState.READY))
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The shards of a store, or of a plain folder, latest first; the names begin with the time."""
+    root = folder / "captures" if (folder / "captures").is_dir() else folder
+    return sorted(root.rglob("*.safetensors"), key=lambda path: path.name, reverse=True)
+
+
+def _print(reports: list[Report]) -> None:
+    table = Table("capture", "request", "rows", "layers", "dtype", "largest difference", "relative", "", box=None)
+    for report in reports:
+        table.add_row(
+            report.capture_id,
+            plain(report.request_id),
+            str(report.rows),
+            ",".join(map(str, report.layer_ids)),
+            report.dtype,
+            f"{report.largest:.2g}",
+            f"{report.largest_relative:.2g}",
+            "equal" if report.ok else "DIFFERS",
+        )
+    console = Console()
+    console.print(table)
+    for report in reports:
+        if not report.ok:
+            console.print(sentence(report), markup=False, highlight=False, soft_wrap=True)
+
+
+def sentence(report: Report) -> str:
+    """Where a capture differs and what it holds there instead."""
+    return (
+        f"{report.capture_id} differs first in row {report.first_row}, slot {report.first_slot} "
+        f"(layer {report.first_layer}), in {report.wrong_rows} of {report.rows} rows: the slot {report.diagnosis}"
+    )

@@ -1,0 +1,107 @@
+"""What the states of a model should be: the same tokens through Hugging Face's forward pass.
+
+Layer ids count as vLLM does: 0 is what enters the first decoder layer, `i` what leaves decoder layer `i - 1`, and N
+what enters the final norm. Each is taken from the module that receives it, not from Hugging Face's
+`output_hidden_states`, whose last entry is after the norm.
+
+torch and transformers are imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hsconnector.errors import SettingsError, UnsupportedError
+
+__all__ = ["ReferenceModel"]
+
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_LAYER_NAMES = ("layers", "h", "blocks")
+
+
+class ReferenceModel:
+    """One checkpoint in Hugging Face's implementation."""
+
+    def __init__(self, model: str | os.PathLike[str], *, dtype: str = "float32", device: str = "") -> None:
+        """Loads a path or a hub name; `device` is a GPU where there is one. Raises SettingsError, UnsupportedError."""
+        self._torch, model_class = _libraries()
+        self.name = str(model)
+        self.device = device or ("cuda" if self._torch.cuda.is_available() else "cpu")
+        try:
+            loaded = model_class.from_pretrained(self.name, dtype=getattr(self._torch, dtype))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"cannot load {self.name} with transformers: {_first_line(error)}") from error
+        self._model = loaded.to(self.device).eval()
+        self._decoder = _decoder(self._model)
+        self._layers = _child(self._decoder, _LAYER_NAMES, self.name)
+        self._norm = _child(self._decoder, _NORM_NAMES, self.name)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, N: the layer id before the final norm."""
+        return len(self._layers)
+
+    def states(self, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Any:
+        """States `[T, L, H]` of one sequence, in this model's dtype, on the CPU; raises SettingsError."""
+        unknown = [layer for layer in layer_ids if not 0 <= layer <= self.num_layers]
+        if unknown:
+            raise SettingsError(f"layer {unknown[0]} is outside the 0 to {self.num_layers} of {self.name}")
+        with self._torch.inference_mode(), self._taps(sorted(set(layer_ids))) as caught:
+            self._decoder(input_ids=self._torch.tensor([list(token_ids)], device=self.device), use_cache=False)
+        return self._torch.stack([caught[layer] for layer in layer_ids], dim=1)
+
+    def normed(self, states: Any) -> Any:
+        """The final norm over the last dimension of `states`, on the CPU."""
+        weight = next(self._norm.parameters())
+        with self._torch.inference_mode():
+            return self._norm(states.to(self.device, weight.dtype)).cpu()
+
+    @contextlib.contextmanager
+    def _taps(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Any]]:
+        caught: dict[int, Any] = {}
+
+        def tap(layer: int) -> Any:
+            def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                entering = args[0] if args else kwargs["hidden_states"]
+                caught[layer] = entering[0].detach().cpu()
+
+            return hook
+
+        modules = [*self._layers, self._norm]
+        hooks = [modules[layer].register_forward_pre_hook(tap(layer), with_kwargs=True) for layer in layer_ids]
+        try:
+            yield caught
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a reference pass needs torch and transformers: pip install 'hsconnector[verify]' ({error})"
+        ) from error
+    return torch, AutoModelForCausalLM
+
+
+def _decoder(model: Any) -> Any:
+    """The module that holds decoder layers and final norm, also inside a vision-language model."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "language_model", decoder)
+
+
+def _child(decoder: Any, names: Sequence[str], model: str) -> Any:
+    for name in names:
+        if getattr(decoder, name, None) is not None:
+            return getattr(decoder, name)
+    raise UnsupportedError(f"{model} is a {type(decoder).__name__}, which has none of {', '.join(names)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
