@@ -128,6 +128,8 @@ class FailReason(enum.StrEnum):
     """`kv_transfer_params["hidden_states"]` holds something that is not allowed there."""
     BAD_MESSAGE = "bad_message"
     """The producer's messages for this capture contradict each other or the stream."""
+    UNSOUND = "unsound"
+    """Whole, but the verdict found it unsound, and the sidecar is told to reject what is."""
     DISK_FULL = "disk_full"
     """The store had no room."""
     STORE_ERROR = "store_error"

@@ -1,0 +1,449 @@
+"""Protocol messages -> assembler -> store. Everything here runs on one thread, in order.
+
+Whatever is wrong with one message fails that message's capture and nothing else. An answer is given only for what
+the index has been told.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from hsconnector.errors import RingError
+from hsconnector.protocol import (
+    Batch,
+    BatchAnswer,
+    CaptureState,
+    Commit,
+    Fail,
+    FailReason,
+    Message,
+    MessageAnswer,
+    MessageStatus,
+    Open,
+    Producer,
+    ProducerAccepted,
+    Rows,
+    Span,
+    content_hash,
+)
+from server.assembler import Assembly, Step
+from server.catalog import Catalog
+from server.metrics import Metrics
+from server.records import Record, client_ids, record_of
+from server.refusals import producer_unknown, sequence_gap
+from server.rings import Ring
+from server.settings import OnUnsound, Settings
+from server.shards import ShardWriter
+from server.store import FULL, Store
+from server.streams import OpenCapture, Stream, check_info
+from server.verdict import Finding, Judge, Verdict
+
+__all__ = ["Ingest"]
+
+log = logging.getLogger("hsconnector.server.ingest")
+
+
+class SpanRefused(Exception):
+    """A span that points outside the memory it names; the message says where."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a commit ends."""
+
+    state: CaptureState
+    verdict: Verdict
+    content_hash: str
+
+
+class Ingest:
+    """The streams of all producers, and what becomes of their captures.
+
+    `announce` is called with the names (capture ids, request ids) of captures that have become final.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        catalog: Catalog,
+        metrics: Metrics,
+        announce: Callable[[list[str]], None],
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.catalog = catalog
+        self.metrics = metrics
+        self.announce = announce
+        self.troubles: dict[str, str] = {}
+        """What cannot be written at the moment, and why; empty when all is well."""
+        self.streams: dict[str, Stream] = {}
+        self._owners: dict[str, Stream] = {}
+        self._finished: list[Record] = []
+        self._buffer = bytearray()
+
+    def register(self, producer: Producer) -> ProducerAccepted:
+        """Opens a stream."""
+        ring, reason = self._open_ring(producer)
+        stream = Stream(producer, ring)
+        self.streams[stream.producer_id] = stream
+        self.metrics.producers.set(len(self.streams))
+        log.info(
+            "stream %s: engine %s, layers %s, ring %s",
+            stream.producer_id,
+            producer.engine_id,
+            producer.layer_ids,
+            bool(ring),
+        )
+        return ProducerAccepted(
+            producer_id=stream.producer_id,
+            shm=ring is not None,
+            shm_reason=reason,
+            heartbeat_s=self.settings.heartbeat_s,
+            max_payload_bytes=int(self.settings.max_payload_bytes),
+        )
+
+    def take(self, batch: Batch, payload: memoryview) -> BatchAnswer:
+        """One batch; raises `Refusal` for a stream that is not open and for a gap."""
+        stream = self.streams.get(batch.producer_id)
+        if stream is None:
+            raise producer_unknown(batch.producer_id)
+        if batch.seq == stream.last_seq and stream.last_answer is not None:
+            self.metrics.batches.labels("repeated").inc()
+            return stream.last_answer
+        if batch.seq != stream.last_seq + 1:
+            raise sequence_gap(batch.seq, stream.last_seq + 1)
+        with self.metrics.batch_seconds.time():
+            answers = tuple(self._answer(stream, message, payload) for message in batch.messages)
+            stream.last_seq, stream.last_answer = batch.seq, BatchAnswer(batch.seq, answers)
+            if batch.close:
+                self._end(stream, FailReason.ENGINE_SHUTDOWN, "the engine closed its stream while this was open")
+            self.settle()
+        self.metrics.batches.labels("taken").inc()
+        return stream.last_answer
+
+    def lose_silent(self) -> None:
+        """Gives up the streams that have said nothing within the deadline."""
+        now = time.monotonic()
+        for stream in list(self.streams.values()):
+            silent = now - stream.seen
+            if silent > self.settings.heartbeat_s and not stream.waiting:
+                self.metrics.lost.inc()
+                log.warning(
+                    "stream %s: engine %s is silent for %.1f s", stream.producer_id, stream.producer.engine_id, silent
+                )
+                self._end(stream, FailReason.ENGINE_LOST, f"its engine said nothing for {silent:.1f} s")
+        self.settle()
+
+    def delete(self, record: Record) -> None:
+        """Removes a final capture's shard and leaves a tombstone."""
+        self.store.remove(record.capture_id, record.size)
+        self._expire(record, "deleted")
+        self.settle()
+
+    def gone(self, record: Record) -> None:
+        """Notes that a shard's file is not there any more."""
+        self.store.used -= record.size
+        self._expire(record, "its shard file is gone")
+        self.settle()
+
+    def close(self) -> None:
+        """Ends every stream: the sidecar stops."""
+        for stream in list(self.streams.values()):
+            self._end(stream, FailReason.SIDECAR_RESTARTED, "the sidecar stopped while this was open")
+        self.settle()
+
+    def progress(self, capture_id: str) -> int | None:
+        """Rows received of a capture that is being received; readable from any thread."""
+        stream = self._owners.get(capture_id)
+        capture = stream.open.get(capture_id) if stream else None
+        return capture.assembly.rows if capture else None
+
+    def settle(self) -> None:
+        """Commits the index, then tells the waiting."""
+        trouble = self.catalog.flush()
+        if trouble:
+            self.troubles["index"] = trouble
+        else:
+            self.troubles.pop("index", None)
+        finished, self._finished = self._finished, []
+        names = [name for record in finished for name in _names(record)]
+        if names:
+            self.announce(names)
+        self.metrics.receiving.set(len(self._owners))
+        self.metrics.store_bytes.set(self.store.used)
+
+    def _open_ring(self, producer: Producer) -> tuple[Ring | None, str]:
+        if producer.ring is None:
+            return None, ""
+        try:
+            return Ring.open(self.settings.shm_dir, producer.ring), ""
+        except RingError as error:
+            return None, str(error)
+
+    def _answer(self, stream: Stream, message: Message, payload: memoryview) -> MessageAnswer:
+        if isinstance(message, Open):
+            return self._opened(stream, message)
+        capture = stream.open.get(message.capture_id)
+        if capture is None:
+            return self._not_open(message)
+        try:
+            if isinstance(message, Rows):
+                step = self._rows(stream, capture, message, payload)
+            elif isinstance(message, Commit):
+                step = self._commit(stream, capture, message)
+            else:
+                capture.assembly.fail(message.reason, message.detail[:1000])
+                step = Step.APPLY
+        except SpanRefused as error:
+            capture.assembly.fail(FailReason.BAD_MESSAGE, str(error))
+        except OSError as error:
+            capture.assembly.fail(*self._store_failure(message.capture_id, error))
+        except Exception as error:
+            log.exception("capture %s: a bug on our side", message.capture_id)
+            capture.assembly.fail(FailReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"[:1000])
+        if capture.assembly.state is CaptureState.FAILED:
+            self._drop(stream, capture)
+            return capture.assembly.answer(MessageStatus.OK if isinstance(message, Fail) else MessageStatus.FAILED)
+        return capture.assembly.answer(MessageStatus.DUPLICATE if step is Step.DUPLICATE else MessageStatus.OK)
+
+    def _opened(self, stream: Stream, message: Open) -> MessageAnswer:
+        info = message.capture
+        wrong = check_info(info)
+        if wrong:
+            log.warning("stream %s: refused a capture: %s", stream.producer_id, wrong)
+            return _failed(FailReason.BAD_MESSAGE, wrong)
+        owner = self._owners.get(info.capture_id)
+        if owner is stream:
+            return MessageAnswer(MessageStatus.DUPLICATE, CaptureState.RECEIVING)
+        if owner is not None:
+            capture = owner.open[info.capture_id]
+            capture.assembly.fail(FailReason.ENGINE_LOST, "it was opened again in another stream")
+            self._drop(owner, capture)
+        known = self.catalog.get(info.capture_id)
+        if known is not None:
+            return _known(
+                known, MessageStatus.FAILED if known.state is CaptureState.FAILED else MessageStatus.DUPLICATE
+            )
+        return self._begin(stream, message)
+
+    def _begin(self, stream: Stream, message: Open) -> MessageAnswer:
+        info, producer = message.capture, stream.producer
+        record = record_of(producer, info)
+        judge = Judge(producer.dtype, producer.layer_ids, producer.hidden_size)
+        try:
+            self.store.check_room(1)
+            folder = self.store.folder(info.capture_id)
+            shard = ShardWriter(folder, producer, info, inspect=judge.take, buffer=self._buffer)
+        except OSError as error:
+            reason, detail = self._store_failure(info.capture_id, error)
+            self._finish(msgspec.structs.replace(record, state=CaptureState.FAILED, reason=reason, detail=detail))
+            return _failed(reason, detail)
+        capture = OpenCapture(Assembly(info, producer.row_bytes), judge, shard)
+        stream.open[info.capture_id] = capture
+        self._owners[info.capture_id] = stream
+        self.catalog.put(record)
+        return capture.assembly.answer(MessageStatus.OK)
+
+    def _rows(self, stream: Stream, capture: OpenCapture, message: Rows, payload: memoryview) -> Step:
+        step = capture.assembly.rows_step(message)
+        if step is not Step.APPLY:
+            return step
+        more = capture.shard.bytes_written + message.span.length + 8 * (capture.assembly.rows + message.count)
+        self._reserve(capture, more)
+        with _span(stream, message.span, payload) as data:
+            try:
+                capture.shard.append(data, message.count)
+            except OSError:
+                _check_still_there(stream, message.span)
+                raise
+        _check_still_there(stream, message.span)
+        capture.assembly.wrote(message.count)
+        self.troubles.pop("store", None)
+        self.metrics.rows.inc(message.count)
+        self.metrics.row_bytes.labels("shm" if message.span.shared else "body").inc(message.span.length)
+        return step
+
+    def _commit(self, stream: Stream, capture: OpenCapture, message: Commit) -> Step:
+        step = capture.assembly.commit_step(message)
+        if step is not Step.APPLY:
+            return step
+        outcome = self._judge(stream, capture, message)
+        if outcome.state is CaptureState.FAILED:
+            capture.assembly.fail(FailReason.UNSOUND, _sentence(outcome.verdict))
+            return Step.REFUSED
+        capture_id = capture.assembly.info.capture_id
+        folder = self.store.folder(capture_id, outcome.state)
+        folder.mkdir(parents=True, exist_ok=True)
+        published = capture.shard.publish(
+            folder,
+            message.token_ids,
+            content_hash=outcome.content_hash,
+            finish_reason=message.finish_reason,
+            durable=self.settings.durable,
+        )
+        capture.assembly.finish(outcome.state)
+        self._reserve(capture, published.size)
+        del stream.open[capture_id], self._owners[capture_id]
+        self._finish(
+            msgspec.structs.replace(
+                record_of(stream.producer, capture.assembly.info),
+                state=outcome.state,
+                detail="" if outcome.verdict.sound else _sentence(outcome.verdict),
+                num_rows=message.num_rows,
+                finish_reason=message.finish_reason[:64],
+                content_hash=outcome.content_hash,
+                data_hash=published.data_hash,
+                size=published.size,
+                mtime_ns=published.mtime_ns,
+                verdict=outcome.verdict,
+            )
+        )
+        return step
+
+    def _judge(self, stream: Stream, capture: OpenCapture, message: Commit) -> Outcome:
+        producer, info = stream.producer, capture.assembly.info
+        found = content_hash(
+            model=producer.model,
+            model_revision=producer.model_revision,
+            layer_ids=producer.layer_ids,
+            lora=info.lora,
+            mm_hashes=info.mm_hashes,
+            token_ids=message.token_ids,
+        )
+        verdict = capture.judge.verdict(message.token_ids)
+        if info.expected_content_hash and info.expected_content_hash != found:
+            verdict = _with_wrong_hash(verdict, info.expected_content_hash, found)
+        state = CaptureState.READY
+        if not verdict.sound:
+            log.warning("capture %s: unsound: %s", info.capture_id, _sentence(verdict))
+            state = _UNSOUND[self.settings.on_unsound]
+            for reason in verdict.reasons:
+                self.metrics.findings.labels(reason).inc()
+        return Outcome(state, verdict, found)
+
+    def _reserve(self, capture: OpenCapture, size: int) -> None:
+        more = size - capture.reserved
+        self.store.check_room(more)
+        self.store.used += more
+        capture.reserved = size
+
+    def _not_open(self, message: Rows | Commit | Fail) -> MessageAnswer:
+        known = self.catalog.get(message.capture_id)
+        if known is None:
+            return _failed(
+                FailReason.BAD_MESSAGE, f"capture {message.capture_id[:64]!r} was never opened in this stream"
+            )
+        if known.state is CaptureState.RECEIVING:
+            return _failed(FailReason.BAD_MESSAGE, f"capture {known.capture_id} is open in another stream")
+        failed = known.state is CaptureState.FAILED and not isinstance(message, Fail)
+        return _known(known, MessageStatus.FAILED if failed else MessageStatus.DUPLICATE)
+
+    def _drop(self, stream: Stream, capture: OpenCapture) -> None:
+        assembly = capture.assembly
+        capture_id = assembly.info.capture_id
+        try:
+            capture.shard.abort()
+        except OSError as error:
+            log.error("capture %s: %s cannot be removed: %s", capture_id, capture.shard.path, error)
+        self.store.used -= capture.reserved
+        del stream.open[capture_id], self._owners[capture_id]
+        record = record_of(stream.producer, assembly.info)
+        log.info("capture %s: failed as %s: %s", capture_id, assembly.reason, assembly.detail)
+        self._finish(
+            msgspec.structs.replace(
+                record, state=assembly.state, reason=assembly.reason, detail=assembly.detail, num_rows=assembly.rows
+            )
+        )
+
+    def _end(self, stream: Stream, reason: FailReason, detail: str) -> None:
+        for capture in list(stream.open.values()):
+            capture.assembly.fail(reason, detail)
+            self._drop(stream, capture)
+        del self.streams[stream.producer_id]
+        stream.end()
+        self.metrics.producers.set(len(self.streams))
+
+    def _finish(self, record: Record) -> None:
+        record = msgspec.structs.replace(record, finished=time.time())
+        self.catalog.put(record)
+        self._finished.append(record)
+        self.metrics.captures.labels(record.state, record.reason or "").inc()
+
+    def _expire(self, record: Record, detail: str) -> None:
+        record = msgspec.structs.replace(
+            record, state=CaptureState.EXPIRED, detail=detail, size=0, finished=time.time()
+        )
+        self.catalog.put(record)
+        self._finished.append(record)
+        self.metrics.expired.inc()
+
+    def _store_failure(self, capture_id: str, error: OSError) -> tuple[FailReason, str]:
+        reason = FailReason.DISK_FULL if error.errno in FULL else FailReason.STORE_ERROR
+        detail = error.strerror or str(error)
+        self.troubles["store"] = f"{reason}: {detail}"
+        log.error("capture %s: the store took no more: %s", capture_id, detail)
+        return reason, detail
+
+
+_UNSOUND = {
+    OnUnsound.QUARANTINE: CaptureState.QUARANTINED,
+    OnUnsound.REJECT: CaptureState.FAILED,
+    OnUnsound.WARN: CaptureState.READY,
+}
+
+
+def _span(stream: Stream, span: Span, payload: memoryview) -> memoryview:
+    end = span.offset + span.length
+    if span.shared:
+        _check_still_there(stream, span)
+        if stream.ring is not None and span.offset >= 0:
+            return stream.ring.view(span.offset, span.length)
+    elif span.offset >= 0 and end <= len(payload):
+        return payload[span.offset : end]
+    raise SpanRefused(f"the span {span.offset}..{end} lies outside the payload of {len(payload)} bytes")
+
+
+def _check_still_there(stream: Stream, span: Span) -> None:
+    if not span.shared:
+        return
+    end = span.offset + span.length
+    if stream.ring is None:
+        raise SpanRefused("the span names shared memory, this stream has none")
+    if span.offset < 0 or not stream.ring.holds(end):
+        raise SpanRefused(
+            f"the span {span.offset}..{end} lies outside the ring of {stream.ring.size} bytes, or it has shrunk"
+        )
+
+
+def _failed(reason: FailReason, detail: str) -> MessageAnswer:
+    return MessageAnswer(MessageStatus.FAILED, CaptureState.FAILED, reason, detail)
+
+
+def _known(record: Record, status: MessageStatus) -> MessageAnswer:
+    return MessageAnswer(status, record.state, record.reason, record.detail)
+
+
+def _with_wrong_hash(verdict: Verdict, expected: str, found: str) -> Verdict:
+    wrong = Finding("wrong_content_hash", 1, detail=f"expected {expected[:64]}, the capture has {found}")
+    return Verdict(False, (*verdict.reasons, wrong.reason), (*verdict.findings, wrong), verdict.slots)
+
+
+def _sentence(verdict: Verdict) -> str:
+    parts = []
+    for finding in verdict.findings:
+        where = [f"{name} {list(found)}" for name, found in (("rows", finding.rows), ("slots", finding.slots)) if found]
+        parts.append(" ".join([finding.reason, *where, finding.detail]).strip())
+    return "; ".join(parts)
+
+
+def _names(record: Record) -> Iterator[str]:
+    yield record.capture_id
+    yield f"request:{record.request_id}"
+    for name in client_ids(record.request_id):
+        yield f"request:{name}"

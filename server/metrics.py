@@ -1,0 +1,75 @@
+"""Every metric of the sidecar, by name, present at zero from the start."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from hsconnector.protocol import CaptureState, FailReason
+
+__all__ = ["REASONS", "Metrics"]
+
+REASONS = ("non_finite", "zero_rows", "zero_slots", "constant_rows", "equal_slots", "wrong_content_hash")
+"""Every reason a verdict can give."""
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class Metrics:
+    """One registry; no label ever carries what a client wrote."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.captures = Counter(
+            "hsconnector_captures",
+            "Captures that ended, by state and reason.",
+            ["state", "reason"],
+            registry=self.registry,
+        )
+        self.findings = Counter(
+            "hsconnector_findings", "Captures found unsound, by reason.", ["reason"], registry=self.registry
+        )
+        self.batches = Counter(
+            "hsconnector_batches", "Batches, by what became of them.", ["result"], registry=self.registry
+        )
+        self.rows = Counter("hsconnector_rows", "Rows written to shards.", registry=self.registry)
+        self.row_bytes = Counter(
+            "hsconnector_row_bytes", "Bytes of rows written, by way.", ["via"], registry=self.registry
+        )
+        self.batch_seconds = Histogram(
+            "hsconnector_batch_seconds",
+            "Seconds the writer spent on a batch.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.sent_bytes = Counter("hsconnector_sent_bytes", "Bytes of tensors sent to readers.", registry=self.registry)
+        self.damaged = Counter(
+            "hsconnector_damaged_files", "Files found in the store that are not whole shards.", registry=self.registry
+        )
+        self.expired = Counter(
+            "hsconnector_expired_captures", "Captures deleted or found gone.", registry=self.registry
+        )
+        self.lost = Counter(
+            "hsconnector_lost_producers", "Producers silent beyond the deadline.", registry=self.registry
+        )
+        self.producers = Gauge("hsconnector_producers", "Open streams.", registry=self.registry)
+        self.receiving = Gauge("hsconnector_captures_receiving", "Captures being received.", registry=self.registry)
+        self.queue = Gauge("hsconnector_queue_batches", "Batches that wait for the writer.", registry=self.registry)
+        self.store_bytes = Gauge("hsconnector_store_bytes", "Bytes of shards in the store.", registry=self.registry)
+        self.waiting = Gauge("hsconnector_waiting_readers", "Readers in a long poll.", registry=self.registry)
+        self._start_at_zero()
+
+    def text(self) -> bytes:
+        """The exposition format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def _start_at_zero(self) -> None:
+        for state in (CaptureState.READY, CaptureState.QUARANTINED):
+            self.captures.labels(state, "")
+        for reason in FailReason:
+            self.captures.labels(CaptureState.FAILED, reason)
+        for finding in REASONS:
+            self.findings.labels(finding)
+        for result in ("taken", "repeated", "refused"):
+            self.batches.labels(result)
+        for via in ("shm", "body"):
+            self.row_bytes.labels(via)

@@ -1,0 +1,187 @@
+"""What a store holds when the sidecar starts: finish what a crash left open, list only shards that are whole.
+
+Only files that the index does not know, or that have changed since, are read; the rest costs one `stat` each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from hsconnector.errors import ShardError
+from hsconnector.protocol import CaptureState, FailReason, is_capture_id
+from server.catalog import Catalog, two_hex
+from server.metrics import Metrics
+from server.records import Record
+from server.shards import PIECE_BYTES, ShardHeader, is_regular, read_header
+from server.store import Store
+from server.verdict import Judge, Verdict
+
+__all__ = ["inspect_shard", "record_of_shard", "recover"]
+
+log = logging.getLogger("hsconnector.server.recovery")
+
+_SUFFIX = ".safetensors"
+
+
+def recover(store: Store, catalog: Catalog, metrics: Metrics) -> None:
+    """Makes index and shards agree; fails what was being received when the last sidecar ended."""
+    for folder in two_hex():
+        known = catalog.folder(folder)
+        whole = _scan(store, folder, CaptureState.READY, known, catalog, metrics)
+        whole |= _scan(store, folder, CaptureState.QUARANTINED, known, catalog, metrics)
+        for capture_id, record in known.items():
+            if capture_id not in whole:
+                _without_shard(record, catalog, metrics)
+    for area in (store.captures, store.quarantine):
+        for path in area.iterdir():
+            if not path.is_dir() or path.is_symlink():
+                _damaged(store, path, "shards lie in two-digit folders", metrics)
+    catalog.flush()
+    _, store.used = catalog.counts()
+    metrics.store_bytes.set(store.used)
+
+
+def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
+    """Reads a whole shard once: parsed, hashed, judged. Raises `ShardError` where it is not whole."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        header = read_header(fd)
+        judge = Judge(header.dtype, header.layer_ids, header.shape[2])
+        digest = xxhash.xxh3_128()
+        end = header.data_start + header.hidden_bytes
+        step = max(1, PIECE_BYTES // header.row_bytes) * header.row_bytes
+        for offset in range(header.data_start, end, step):
+            data = _read(fd, min(step, end - offset), offset)
+            digest.update(data)
+            judge.take(memoryview(data))
+        token_ids = _read(fd, 8 * header.shape[0], end)
+    finally:
+        os.close(fd)
+    digest.update(token_ids)
+    if digest.hexdigest() != header.metadata.get("data_hash"):
+        raise ShardError(
+            f"the data hashes to {digest.hexdigest()}, its header says {header.metadata.get('data_hash')!r}"
+        )
+    return header, judge.verdict(token_ids)
+
+
+def record_of_shard(path: Path, state: CaptureState) -> Record:
+    """A capture's record from its shard alone; raises `ShardError`."""
+    header, verdict = inspect_shard(path)
+    facts = header.metadata
+    if facts.get("capture_id") != path.name.removesuffix(_SUFFIX):
+        raise ShardError(f"the shard belongs to capture {facts.get('capture_id')!r}")
+    status = path.stat()
+    try:
+        return Record(
+            capture_id=facts["capture_id"],
+            request_id=facts["request_id"],
+            state=state,
+            engine_id=facts["engine_id"],
+            model=facts["model"],
+            model_revision=facts["model_revision"],
+            vllm_version=facts["vllm_version"],
+            layer_ids=header.layer_ids,
+            num_layers=int(facts["num_layers"]),
+            hidden_size=header.shape[2],
+            dtype=header.dtype,
+            rows=facts["rows"],
+            num_rows=header.shape[0],
+            num_prompt_tokens=int(facts["num_prompt_tokens"]),
+            dataset=facts["dataset"],
+            sample_id=facts["sample_id"],
+            tags=msgspec.json.decode(facts["tags"], type=dict[str, str]),
+            lora=facts["lora"],
+            finish_reason=facts["finish_reason"],
+            content_hash=facts["content_hash"],
+            data_hash=facts["data_hash"],
+            created=float(facts["created"]),
+            finished=status.st_mtime,
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            verdict=verdict,
+        )
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise ShardError(f"the metadata is not that of a capture: {error!r}") from error
+
+
+def _scan(
+    store: Store, folder: str, state: CaptureState, known: dict[str, Record], catalog: Catalog, metrics: Metrics
+) -> set[str]:
+    area = store.quarantine if state is CaptureState.QUARANTINED else store.captures
+    whole: set[str] = set()
+    try:
+        paths = sorted((area / folder).iterdir())
+    except FileNotFoundError:
+        return whole
+    for path in paths:
+        if path.name.startswith(".") and path.name.endswith(".part"):
+            path.unlink()
+            continue
+        capture_id = path.name.removesuffix(_SUFFIX)
+        record = known.get(capture_id)
+        if record is not None and record.state is state and _unchanged(path, record):
+            whole.add(capture_id)
+            continue
+        try:
+            _check_name(path, folder, record)
+            catalog.put(record_of_shard(path, state))
+            whole.add(capture_id)
+        except (ShardError, OSError) as error:
+            _damaged(store, path, str(error), metrics)
+    return whole
+
+
+def _check_name(path: Path, folder: str, record: Record | None) -> None:
+    capture_id = path.name.removesuffix(_SUFFIX)
+    if not path.name.endswith(_SUFFIX) or not is_capture_id(capture_id) or capture_id[-2:] != folder:
+        raise ShardError("its name is not that of a shard of this folder")
+    if not is_regular(path):
+        raise ShardError("it is not a regular file")
+    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED):
+        raise ShardError(f"the index says that this capture is {record.state}")
+
+
+def _unchanged(path: Path, record: Record) -> bool:
+    status = path.lstat()
+    return is_regular(path) and (status.st_size, status.st_mtime_ns) == (record.size, record.mtime_ns)
+
+
+def _without_shard(record: Record, catalog: Catalog, metrics: Metrics) -> None:
+    if record.state is CaptureState.RECEIVING:
+        state, reason = CaptureState.FAILED, FailReason.SIDECAR_RESTARTED
+        detail = "the sidecar ended while this was being received"
+        metrics.captures.labels(state, reason).inc()
+    elif record.state in (CaptureState.READY, CaptureState.QUARANTINED):
+        state, reason = CaptureState.EXPIRED, FailReason.STORE_ERROR
+        detail = "its shard was gone or damaged when the sidecar started"
+        metrics.expired.inc()
+    else:
+        return
+    log.warning("capture %s: %s: %s", record.capture_id, state, detail)
+    catalog.put(
+        msgspec.structs.replace(record, state=state, reason=reason, detail=detail, size=0, finished=time.time())
+    )
+
+
+def _damaged(store: Store, path: Path, why: str, metrics: Metrics) -> None:
+    metrics.damaged.inc()
+    target = store.set_aside(path)
+    log.warning("%s is not a whole shard (%s): moved to %s", path, why, target)
+
+
+def _read(fd: int, length: int, offset: int) -> bytes:
+    parts = []
+    while length:
+        part = os.pread(fd, length, offset)
+        if not part:
+            raise ShardError(f"the file ends at byte {offset}, {length} bytes short")
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

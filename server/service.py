@@ -1,0 +1,220 @@
+"""The sidecar as one object: its parts, and what the routes ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hsconnector.errors import (
+    CaptureError,
+    CaptureExpired,
+    CaptureFailed,
+    CaptureNotFound,
+    CapturePending,
+    CaptureQuarantined,
+)
+from hsconnector.protocol import (
+    MAX_MESSAGES_BYTES,
+    BatchAnswer,
+    CaptureState,
+    ProducerAccepted,
+    decode_batch,
+    is_capture_id,
+)
+from server.catalog import Catalog, Filter, Page
+from server.ingest import Ingest
+from server.metrics import Metrics
+from server.records import Record, describe
+from server.recovery import recover
+from server.refusals import Refusal
+from server.settings import Settings
+from server.store import Store
+from server.streams import read_producer
+from server.waiting import Waiters
+
+__all__ = ["Sidecar"]
+
+log = logging.getLogger("hsconnector.server")
+
+_T = TypeVar("_T")
+
+
+class Sidecar:
+    """Opens the store at once (raising `StoreError`), serves from `start` to `stop`.
+
+    One thread changes streams, shards and index; the event loop only reads.
+    """
+
+    def __init__(self, settings: Settings, public_url: str = "") -> None:
+        self.settings = settings
+        self.public_url = settings.public_url or public_url or f"http://{settings.host}:{settings.port}"
+        self.metrics = Metrics()
+        self.waiters = Waiters()
+        self.body_limit = 8 + MAX_MESSAGES_BYTES + int(settings.max_payload_bytes)
+        self.store = Store(settings.store, quota=settings.quota)
+        try:
+            self.catalog = Catalog(self.store.catalog_path, durable=settings.durable)
+            recover(self.store, self.catalog, self.metrics)
+        except BaseException:
+            self.store.close()
+            raise
+        self._ingest = Ingest(settings, self.store, self.catalog, self.metrics, self._announce)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="hsconnector-writer")
+        self._slots = asyncio.Semaphore(settings.queue_batches)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to watch for silent producers."""
+        self._loop = asyncio.get_running_loop()
+        self._watch = asyncio.create_task(self._watch_streams(), name="hsconnector-watch")
+
+    async def stop(self) -> None:
+        """Finishes what waits for the writer, fails what is open, closes everything."""
+        self.waiters.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._ingest.close)
+        await asyncio.to_thread(self._writer.shutdown)
+        self.catalog.close()
+        self.store.close()
+
+    async def register(self, body: bytes) -> ProducerAccepted:
+        """Opens a stream; raises `ProtocolError` or `Refusal`."""
+        producer = read_producer(body)
+        return await self._write(self._ingest.register, producer)
+
+    async def ingest(self, body: bytes | bytearray) -> BatchAnswer:
+        """Takes one framed batch; raises `ProtocolError` or `Refusal`."""
+        batch, payload = decode_batch(body)
+        stream = self._ingest.streams.get(batch.producer_id)
+        if stream is not None:
+            stream.waiting += 1
+        try:
+            return await self._write(self._ingest.take, batch, payload)
+        except Refusal:
+            self.metrics.batches.labels("refused").inc()
+            raise
+        finally:
+            if stream is not None:
+                stream.waiting -= 1
+                stream.touch()
+
+    async def find(self, capture_id: str, wait_s: float = 0) -> Record:
+        """A capture, waiting for its end; raises `CaptureNotFound`."""
+        if not is_capture_id(capture_id):
+            raise CaptureNotFound(f"{capture_id[:64]!r} is not a capture id (32 lower-case hex digits)")
+
+        async def ask() -> Record | None:
+            return await asyncio.to_thread(self.catalog.get, capture_id)
+
+        record = await self._until(capture_id, ask, _is_final, wait_s)
+        if record is None:
+            raise CaptureNotFound(f"no capture {capture_id} is known here", capture_id=capture_id)
+        return record
+
+    async def of_request(self, request_id: str, wait_s: float = 0) -> list[Record]:
+        """The captures of a request id, waiting until there are some and all are final; raises `CaptureNotFound`."""
+
+        async def ask() -> list[Record]:
+            return await asyncio.to_thread(self.catalog.of_request, request_id)
+
+        records = await self._until(
+            f"request:{request_id}", ask, lambda found: bool(found) and all(map(_is_final, found)), wait_s
+        )
+        if not records:
+            raise CaptureNotFound(f"no capture of request {request_id[:256]!r} is known here")
+        return records
+
+    async def page(self, wanted: Filter, *, limit: int, cursor: str, oldest_first: bool) -> Page:
+        """A page of captures."""
+        ask = functools.partial(self.catalog.page, wanted, limit=limit, cursor=cursor, oldest_first=oldest_first)
+        return await asyncio.to_thread(ask)
+
+    async def delete(self, capture_id: str) -> None:
+        """Removes a capture; nothing changes where that was done before."""
+        record = await self.find(capture_id)
+        if record.state is CaptureState.RECEIVING:
+            message = f"capture {capture_id} is being received; delete it when it is final"
+            raise Refusal(409, "capture_receiving", message)
+        if record.state is not CaptureState.EXPIRED:
+            await self._write(self._ingest.delete, record)
+
+    async def note_gone(self, record: Record) -> CaptureExpired:
+        """A shard that was ready is not there: from now on the capture is expired."""
+        await self._write(self._ingest.gone, record)
+        return CaptureExpired(f"the shard of capture {record.capture_id} is gone", capture_id=record.capture_id)
+
+    def shard_path(self, record: Record, *, quarantined: bool) -> Path:
+        """Where a readable capture's shard lies; otherwise raises the `CaptureError` that says why not."""
+        if record.state is CaptureState.READY or (quarantined and record.state is CaptureState.QUARANTINED):
+            return self.store.shard(record.capture_id, record.state)
+        raise _unreadable(record)
+
+    def describe(self, record: Record) -> dict[str, Any]:
+        """A capture as JSON."""
+        has_shard = record.state in (CaptureState.READY, CaptureState.QUARANTINED)
+        path = str(self.store.shard(record.capture_id, record.state)) if has_shard else None
+        return describe(record, self.public_url, path, num_rows=self._ingest.progress(record.capture_id))
+
+    def handle(self, record: Record) -> str:
+        """The absolute URL of a capture."""
+        return f"{self.public_url}/v1/captures/{record.capture_id}"
+
+    def troubles(self) -> list[str]:
+        """Why captures cannot be taken at the moment; empty when they can."""
+        stopping = ["the sidecar is stopping"] if self.waiters.closing else []
+        return [*stopping, *self._ingest.troubles.values()]
+
+    async def _until(
+        self, name: str, ask: Callable[[], Awaitable[_T]], done: Callable[[_T], bool], wait_s: float
+    ) -> _T:
+        with self.metrics.waiting.track_inprogress():
+            return await self.waiters.until(name, ask, done, min(wait_s, self.settings.max_wait_s))
+
+    async def _write(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        self.metrics.queue.inc()
+        try:
+            async with self._slots:
+                call = functools.partial(function, *arguments)
+                return await asyncio.get_running_loop().run_in_executor(self._writer, call)
+        finally:
+            self.metrics.queue.dec()
+
+    def _announce(self, names: list[str]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.waiters.tell, names)
+
+    async def _watch_streams(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.heartbeat_s / 4)
+            try:
+                await self._write(self._ingest.lose_silent)
+            except Exception:
+                log.exception("silent producers could not be given up")
+
+
+def _is_final(record: Record | None) -> bool:
+    return record is not None and record.state is not CaptureState.RECEIVING
+
+
+def _unreadable(record: Record) -> CaptureError:
+    name, reason = f"capture {record.capture_id}", str(record.reason or record.state)
+    given = {"capture_id": record.capture_id, "reason": reason}
+    if record.state is CaptureState.RECEIVING:
+        return CapturePending(f"{name} is still being received", **given)
+    if record.state is CaptureState.QUARANTINED:
+        return CaptureQuarantined(
+            f"{name} is whole but unsound ({record.detail}); ask with ?quarantined=1 to get it", **given
+        )
+    if record.state is CaptureState.EXPIRED:
+        return CaptureExpired(f"{name} is not here any more: {record.detail}", **given)
+    return CaptureFailed(f"{name} failed as {reason}: {record.detail}", **given)

@@ -1,0 +1,91 @@
+"""The folder of one sidecar: where shards lie, who may write there, how much is used.
+
+<store>/.lock
+<store>/catalog.sqlite
+<store>/captures/<last two hex digits of the id>/<capture_id>.safetensors
+<store>/quarantine/<two hex>/<capture_id>.safetensors     whole but unsound
+<store>/damaged/<...>                                     found at start and not whole
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from hsconnector.errors import StoreError
+from hsconnector.protocol import CaptureState
+
+__all__ = ["FULL", "Store"]
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that mean: no room."""
+
+
+class Store:
+    """An opened store; holds its lock until `close`. Raises `StoreError` where it cannot be made, locked or written."""
+
+    def __init__(self, root: Path, *, quota: int | None = None) -> None:
+        self.root = root
+        self.quota = quota
+        self.used = 0
+        """Bytes of shards, those being written included."""
+        self.captures = root / "captures"
+        self.quarantine = root / "quarantine"
+        self.damaged = root / "damaged"
+        try:
+            if not root.exists():
+                root.mkdir(parents=True)
+                root.chmod(0o750)
+            for folder in (self.captures, self.quarantine):
+                folder.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+            self._lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        except OSError as error:
+            raise StoreError(f"the store {root} cannot be written: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise StoreError(f"the store {root} is in use by another sidecar; give each its own --store") from error
+
+    def close(self) -> None:
+        """Lets another sidecar have the store."""
+        os.close(self._lock)
+
+    @property
+    def catalog_path(self) -> Path:
+        """The index."""
+        return self.root / "catalog.sqlite"
+
+    def folder(self, capture_id: str, state: CaptureState = CaptureState.READY) -> Path:
+        """The folder of a capture's shard."""
+        area = self.quarantine if state is CaptureState.QUARANTINED else self.captures
+        return area / capture_id[-2:]
+
+    def shard(self, capture_id: str, state: CaptureState = CaptureState.READY) -> Path:
+        """The path of a capture's shard."""
+        return self.folder(capture_id, state) / f"{capture_id}.safetensors"
+
+    def check_room(self, more: int) -> None:
+        """Raises ENOSPC where `more` bytes would go over the quota."""
+        if self.quota is not None and self.used + more > self.quota:
+            used = f"{self.used} of {self.quota} bytes of the quota are used, {more} more were needed"
+            raise OSError(errno.ENOSPC, used)
+
+    def remove(self, capture_id: str, size: int) -> None:
+        """Removes a capture's shard wherever it lies."""
+        for state in (CaptureState.READY, CaptureState.QUARANTINED):
+            self.shard(capture_id, state).unlink(missing_ok=True)
+        self.used -= size
+
+    def set_aside(self, path: Path) -> Path:
+        """Moves what is not a whole shard out of the readers' way."""
+        self.damaged.mkdir(exist_ok=True)
+        target = self.damaged / f"{path.name[:200]}.{time.time_ns()}"
+        path.rename(target)
+        return target

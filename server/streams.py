@@ -1,0 +1,130 @@
+"""One producer's stream as the sidecar sees it, and what it must say of itself to get one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hsconnector.errors import ProtocolError
+from hsconnector.protocol import (
+    DTYPE_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_TEXTS_BYTES,
+    PROTOCOL_VERSION,
+    BatchAnswer,
+    CaptureInfo,
+    Producer,
+    decode,
+    is_capture_id,
+)
+from server.assembler import Assembly
+from server.refusals import unprocessable, wrong_version
+from server.rings import Ring
+from server.shards import ShardWriter
+from server.verdict import Judge
+
+__all__ = ["MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "read_producer"]
+
+MAX_ROW_BYTES = 64 << 20
+"""A longer row is refused: one row is judged in memory."""
+MAX_NAME_BYTES = 4096
+MAX_REQUEST_ID_BYTES = 64 << 10
+_LARGEST = 2**53
+
+
+@dataclass
+class OpenCapture:
+    """A capture between Open and its end."""
+
+    assembly: Assembly
+    judge: Judge
+    shard: ShardWriter
+    reserved: int = 0
+    """Bytes of this capture that the store counts as used."""
+
+
+@dataclass
+class Stream:
+    """An open stream."""
+
+    producer: Producer
+    ring: Ring | None
+    producer_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    last_seq: int = -1
+    last_answer: BatchAnswer | None = None
+    open: dict[str, OpenCapture] = field(default_factory=dict)
+    seen: float = field(default_factory=time.monotonic)
+    """When something was last heard, monotonic seconds."""
+    waiting: int = 0
+    """Batches that have arrived and are not answered."""
+
+    def touch(self) -> None:
+        """Notes that the producer lives."""
+        self.seen = time.monotonic()
+
+    def end(self) -> None:
+        """Lets the ring go."""
+        ring, self.ring = self.ring, None
+        if ring is not None:
+            ring.close()
+
+
+def read_producer(body: bytes) -> Producer:
+    """A producer that makes sense; raises `Refusal` or `ProtocolError`."""
+    try:
+        fields = msgspec.msgpack.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"not msgpack: {error}") from error
+    version = fields.get("protocol", PROTOCOL_VERSION) if isinstance(fields, dict) else PROTOCOL_VERSION
+    if version != PROTOCOL_VERSION:
+        raise wrong_version(version, PROTOCOL_VERSION)
+    producer = decode(body, Producer)
+    _check_producer(producer)
+    return producer
+
+
+def _check_producer(producer: Producer) -> None:
+    ids = list(producer.layer_ids)
+    if producer.dtype not in DTYPE_BYTES:
+        raise unprocessable("dtype", f"dtype {producer.dtype[:64]!r} is none of {', '.join(DTYPE_BYTES)}")
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] > producer.num_layers:
+        raise unprocessable(
+            "layer_ids",
+            f"layer ids {ids[:256]} must ascend without repeats within 0..{producer.num_layers} (num_layers)",
+        )
+    if producer.hidden_size < 1:
+        raise unprocessable("hidden_size", f"hidden_size is {producer.hidden_size}, it must be 1 or more")
+    if producer.row_bytes > MAX_ROW_BYTES or producer.num_layers > _LARGEST:
+        raise unprocessable("hidden_size", f"a row has {producer.row_bytes} bytes, the most is {MAX_ROW_BYTES}")
+    for name in ("engine_id", "model", "model_revision", "vllm_version"):
+        length = len(getattr(producer, name).encode())
+        if length > MAX_NAME_BYTES:
+            raise unprocessable(name, f"{name} has {length} bytes, the most is {MAX_NAME_BYTES}")
+
+
+def check_info(info: CaptureInfo) -> str:
+    """What is wrong with a capture's own description, or nothing."""
+    if not is_capture_id(info.capture_id):
+        return f"capture id {info.capture_id[:64]!r} is not 32 lower-case hex digits"
+    if not 0 <= info.num_prompt_tokens <= _LARGEST:
+        return f"num_prompt_tokens is {info.num_prompt_tokens}"
+    if not 0 <= info.created <= _LARGEST:
+        return f"created is {info.created}, not seconds since the epoch"
+    if len(info.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        return f"the request id has more than {MAX_REQUEST_ID_BYTES} bytes"
+    return _check_texts(info)
+
+
+def _check_texts(info: CaptureInfo) -> str:
+    texts = {"dataset": info.dataset, "sample_id": info.sample_id, "lora": info.lora}
+    for key, value in info.tags.items():
+        texts[f"the key of tag {key[:32]!r}"], texts[f"tag {key[:32]!r}"] = key, value
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    for name, size in sizes.items():
+        if size > (MAX_NAME_BYTES if name == "lora" else MAX_TEXT_BYTES):
+            return f"{name} has {size} bytes, the most is {MAX_TEXT_BYTES}"
+    total = sum(sizes.values()) - sizes["lora"]
+    return f"the texts have {total} bytes together, the most is {MAX_TEXTS_BYTES}" if total > MAX_TEXTS_BYTES else ""

@@ -1,0 +1,272 @@
+"""Is this capture sound? Judged on the raw bits of every row, as the rows arrive.
+
+Reasons, all stable strings:
+
+- `non_finite`      an infinity or NaN
+- `zero_rows`       a row that is zero in every slot
+- `zero_slots`      a slot that is zero in every row
+- `constant_rows`   a run of `MIN_RUN` or more consecutive rows, equal in every slot, whose token ids are not all the
+                    same (a model may well give equal rows for one token repeated), or a row each of whose slots
+                    repeats one value. Zero rows are not counted again here.
+- `equal_slots`     two slots that are equal in every row
+- `wrong_content_hash`  model, layers and token ids are not the ones that were expected
+
+bfloat16, float16 and float32 compare as integers once the sign is looked at apart, so the largest unsigned and the
+largest signed element of a slot tell at memory speed whether it is finite, whether it is zero, and its extremes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LISTED", "MIN_RUN", "NORM_EVERY", "Finding", "Judge", "SlotStats", "Verdict"]
+
+MIN_RUN = 4
+"""Equal consecutive rows that count: fewer can be legitimate (a token repeated in a model's first layers)."""
+LISTED = 32
+"""Rows or slots listed of one finding; `count` is the full number."""
+NORM_EVERY = 16
+"""Norms are taken of every 16th row, beginning with row 0; everything else of all rows."""
+_PROBES = 8
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is wrong, and where."""
+
+    reason: str
+    count: int
+    """Rows concerned (slots, for `zero_slots` and `equal_slots`)."""
+    rows: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    detail: str = ""
+
+
+class SlotStats(msgspec.Struct, frozen=True):
+    """What one slot looks like; a number that is not finite is None."""
+
+    slot: int
+    layer_id: int
+    mean_norm: float | None
+    """Mean Euclidean norm over every `NORM_EVERY`-th row."""
+    minimum: float | None
+    maximum: float | None
+    zero_fraction: float
+    """Rows in which this slot is all zero, as a fraction."""
+    non_finite_rows: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Sound or not, and why."""
+
+    sound: bool
+    reasons: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    slots: tuple[SlotStats, ...] = ()
+
+
+@dataclass(frozen=True)
+class Format:
+    """How to read the bits of an element type."""
+
+    unsigned: str
+    signed: str
+    infinity: int
+    sign: int
+
+    def floats(self, bits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """The values behind the bits."""
+        if self is FORMATS["bfloat16"]:
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+        return bits.view(np.float16).astype(np.float32) if bits.dtype.itemsize == 2 else bits.view(np.float32)
+
+
+FORMATS = {
+    "bfloat16": Format("<u2", "<i2", 0x7F80, 0x8000),
+    "float16": Format("<u2", "<i2", 0x7C00, 0x8000),
+    "float32": Format("<u4", "<i4", 0x7F800000, 0x80000000),
+}
+
+
+@dataclass
+class RowList:
+    """Row numbers, the first `LISTED` kept and all counted."""
+
+    count: int = 0
+    first: list[int] = field(default_factory=list)
+
+    def add(self, flags: Flags, offset: int) -> None:
+        """Adds the rows that are set, counting from `offset`."""
+        (rows,) = np.nonzero(flags)
+        self.count += len(rows)
+        self.first += [offset + int(row) for row in rows[: LISTED - len(self.first)]]
+
+
+class Judge:
+    """Takes rows in order, in chunks of whole rows, and says in the end what is wrong with them."""
+
+    def __init__(self, dtype: str, layer_ids: tuple[int, ...], hidden_size: int) -> None:
+        self.format = FORMATS[dtype]
+        self.layer_ids = layer_ids
+        self.rows = 0
+        slots = len(layer_ids)
+        self._shape = (-1, slots, hidden_size)
+        self._row_probe = _spread(slots * hidden_size)
+        self._slot_probe = _spread(hidden_size)
+        self._maximum = np.full(slots, -np.inf)
+        self._minimum = np.full(slots, np.inf)
+        self._norms = np.zeros(slots)
+        self._normed = 0
+        self._zero_count = np.zeros(slots, np.int64)
+        self._bad_count = np.zeros(slots, np.int64)
+        self._bad, self._zero, self._flat = RowList(), RowList(), RowList()
+        self._groups = [list(range(slots))] if slots > 1 else []
+        self._last: npt.NDArray[Any] | None = None
+        self._last_zero = False
+        self._run_start = 0
+        self._runs: list[tuple[int, int]] = []
+
+    def take(self, data: memoryview) -> None:
+        """Looks at the next rows: row-major `[n, L, H]` in the producer's dtype."""
+        bits = np.frombuffer(data, self.format.unsigned).reshape(self._shape)
+        with np.errstate(all="ignore"):
+            zero = self._extremes(bits)
+            self._flat_rows(bits, zero)
+            self._equal_rows(bits.reshape(len(bits), -1), zero)
+            self._groups = [part for group in self._groups for part in _refine(bits, group, self._slot_probe)]
+            self._add_norms(bits)
+        self.rows += len(bits)
+
+    def verdict(self, token_ids: bytes) -> Verdict:
+        """The judgement over all rows; `token_ids` as int64 little-endian, one a row."""
+        self._end_run(self.rows)
+        tokens = np.frombuffer(token_ids, "<i8")
+        found = (
+            self._non_finite(),
+            Finding("zero_rows", self._zero.count, tuple(self._zero.first)),
+            self._zero_slots(),
+            self._constant(tokens),
+            self._equal_slots(),
+        )
+        findings = tuple(finding for finding in found if finding.count)
+        return Verdict(not findings, tuple(finding.reason for finding in findings), findings, self._stats())
+
+    def _extremes(self, bits: npt.NDArray[Any]) -> Flags:
+        sign, infinity = self.format.sign, self.format.infinity
+        unsigned = bits.max(axis=2)
+        signed = bits.view(self.format.signed).max(axis=2)
+        bad = (signed >= infinity) | (unsigned >= (sign | infinity))
+        zero = (unsigned <= sign) & (signed <= 0)
+        self._bad_count += bad.sum(axis=0)
+        self._zero_count += zero.sum(axis=0)
+        self._bad.add(bad.any(axis=1), self.rows)
+        zero_rows: Flags = zero.all(axis=1)
+        self._zero.add(zero_rows, self.rows)
+        high, low = signed.max(axis=0), unsigned.max(axis=0)
+        maximum = self.format.floats(high.view(bits.dtype)).astype(np.float64)
+        minimum = self.format.floats(low).astype(np.float64)
+        for slot in np.nonzero((high < 0) | (low < sign))[0]:
+            values = self.format.floats(np.ascontiguousarray(bits[:, slot]))
+            maximum[slot], minimum[slot] = values.max(), values.min()
+        self._maximum = np.maximum(self._maximum, maximum)
+        self._minimum = np.minimum(self._minimum, minimum)
+        return zero_rows
+
+    def _flat_rows(self, bits: npt.NDArray[Any], zero: Flags) -> None:
+        if self._shape[2] == 1:
+            return
+        probe = bits[:, :, self._slot_probe]
+        flat: Flags = (probe == probe[:, :, :1]).all(axis=(1, 2)) & ~zero
+        for row in np.nonzero(flat)[0]:
+            flat[row] = (bits[row] == bits[row, :, :1]).all()
+        self._flat.add(flat, self.rows)
+
+    def _equal_rows(self, flat: npt.NDArray[Any], zero: Flags) -> None:
+        probe = flat[:, self._row_probe]
+        same = np.zeros(len(flat), np.bool_)
+        same[1:] = (probe[1:] == probe[:-1]).all(axis=1)
+        for row in np.nonzero(same)[0]:
+            same[row] = np.array_equal(flat[row], flat[row - 1])
+        same[0] = self._last is not None and np.array_equal(flat[0], self._last)
+        before = np.append(self._last_zero, zero[:-1])
+        for row in np.nonzero(~same | zero | before)[0]:
+            self._end_run(self.rows + int(row))
+        self._last, self._last_zero = flat[-1].copy(), bool(zero[-1])
+
+    def _end_run(self, row: int) -> None:
+        if row - self._run_start >= MIN_RUN:
+            self._runs.append((self._run_start, row))
+        self._run_start = row
+
+    def _add_norms(self, bits: npt.NDArray[Any]) -> None:
+        chosen = bits[-self.rows % NORM_EVERY :: NORM_EVERY]
+        values = self.format.floats(np.ascontiguousarray(chosen)).astype(np.float64)
+        self._norms += np.sqrt((values * values).sum(axis=2)).sum(axis=0)
+        self._normed += len(chosen)
+
+    def _non_finite(self) -> Finding:
+        slots = np.nonzero(self._bad_count)[0][:LISTED]
+        return Finding("non_finite", self._bad.count, tuple(self._bad.first), tuple(int(slot) for slot in slots))
+
+    def _zero_slots(self) -> Finding:
+        slots = [int(slot) for slot in np.nonzero(self._zero_count == self.rows)[0]]
+        if len(slots) == len(self.layer_ids):
+            return Finding("zero_slots", 0)
+        return Finding("zero_slots", len(slots), slots=tuple(slots[:LISTED]))
+
+    def _constant(self, tokens: npt.NDArray[Any]) -> Finding:
+        rows = set(self._flat.first)
+        count = self._flat.count
+        for start, stop in self._runs:
+            if (tokens[start:stop] != tokens[start]).any():
+                count += stop - start
+                rows.update(range(start, min(stop, start + LISTED)))
+        return Finding("constant_rows", count, tuple(sorted(rows)[:LISTED]))
+
+    def _equal_slots(self) -> Finding:
+        slots = sorted(slot for group in self._groups for slot in group)
+        named = [[self.layer_ids[slot] for slot in group] for group in self._groups]
+        return Finding(
+            "equal_slots", len(slots), slots=tuple(slots[:LISTED]), detail=f"layer ids {named}" if named else ""
+        )
+
+    def _stats(self) -> tuple[SlotStats, ...]:
+        return tuple(
+            SlotStats(
+                slot=slot,
+                layer_id=layer_id,
+                mean_norm=_finite(self._norms[slot] / max(self._normed, 1)),
+                minimum=None if self._bad_count[slot] else _finite(self._minimum[slot]),
+                maximum=None if self._bad_count[slot] else _finite(self._maximum[slot]),
+                zero_fraction=float(self._zero_count[slot] / max(self.rows, 1)),
+                non_finite_rows=int(self._bad_count[slot]),
+            )
+            for slot, layer_id in enumerate(self.layer_ids)
+        )
+
+
+def _spread(size: int) -> npt.NDArray[np.int64]:
+    return np.unique(np.linspace(0, size - 1, _PROBES).astype(np.int64))
+
+
+def _refine(bits: npt.NDArray[Any], group: list[int], probe: npt.NDArray[np.int64]) -> list[list[int]]:
+    parts: list[list[int]] = []
+    rest = group
+    while len(rest) > 1:
+        leader, *others = rest
+        first, whole = bits[0, leader, probe], bits[:, leader]
+        equal = [s for s in others if np.array_equal(bits[0, s, probe], first) and np.array_equal(bits[:, s], whole)]
+        if equal:
+            parts.append([leader, *equal])
+        rest = [slot for slot in others if slot not in equal]
+    return parts
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
