@@ -304,7 +304,9 @@ def decode(data: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
         raise ProtocolError(f"not a {kind.__name__} of protocol {PROTOCOL_VERSION}: {error}") from error
 
 
-def encode_batch(batch: Batch, payload: Iterable[bytes | bytearray | memoryview] = ()) -> list[bytes | bytearray | memoryview]:
+def encode_batch(
+    batch: Batch, payload: Iterable[bytes | bytearray | memoryview] = ()
+) -> list[bytes | bytearray | memoryview]:
     """A framed batch as a list of buffers to be sent one after the other; the payload is not copied."""
     block = encode(batch)
     return [_LENGTH.pack(len(block)), block, *payload]
@@ -318,7 +320,9 @@ def decode_batch(body: bytes | bytearray | memoryview) -> tuple[Batch, memoryvie
     (length,) = _LENGTH.unpack_from(view)
     end = _LENGTH.size + length
     if length > MAX_MESSAGES_BYTES or end > len(view):
-        raise ProtocolError(f"the message block claims {length} bytes, the body has {len(view) - _LENGTH.size} after it")
+        raise ProtocolError(
+            f"the message block claims {length} bytes, the body has {len(view) - _LENGTH.size} after it"
+        )
     return decode(view[_LENGTH.size : end], Batch), view[end:]
 
 

@@ -6,7 +6,7 @@ that loses its table keeps its cursor: the rows already read stay right, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hsconnector.connector.step import Finish, Step, TableChange
@@ -87,9 +87,9 @@ class Reader:
         capture.cursor += count
         capture.moved = now
 
-    def complete(self) -> list[Capture]:
-        """Captures whose every row is read; they are forgotten and their blocks released."""
-        done = [capture for capture in self._captures.values() if capture.complete]
+    def complete(self, arrived: Callable[[Capture], bool] = lambda capture: True) -> list[Capture]:
+        """Captures whose every row is read and has arrived; they are forgotten and their blocks released."""
+        done = [capture for capture in self._captures.values() if capture.complete and arrived(capture)]
         for capture in done:
             self.drop(capture.info.request_id)
         return done

@@ -58,3 +58,8 @@ class Step:
     readable: list[tuple[str, int]] = field(default_factory=list)
     """Request id and how many of its rows, from row 0, may be read before this step's forward."""
     finished: list[Finish] = field(default_factory=list)
+
+    def refused(self, detail: str) -> Step:
+        """The same news with every capture that begins in it failed; blocks that are held are given back."""
+        failed = [Failure(info.request_id, FailReason.LAYOUT, detail) for info in self.begun]
+        return Step(self.group, self.block_size, begun=self.begun, failed=failed, finished=self.finished)

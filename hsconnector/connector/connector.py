@@ -1,0 +1,285 @@
+"""The class that vLLM loads: a thin facade over the tracker (scheduler side) and the worker (worker side).
+
+Every hook catches what it raises: an exception here would end the engine, and hidden states are never worth that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from hsconnector.connector import compat
+from hsconnector.connector.gather import gather_for, pin
+from hsconnector.connector.ring import Ring
+from hsconnector.connector.sender import Sender
+from hsconnector.connector.settings import parse_settings, parse_wish
+from hsconnector.connector.step import Step
+from hsconnector.connector.tracker import Ending, Tracker, Wish
+from hsconnector.connector.transport import HttpTransport
+from hsconnector.connector.worker import Worker
+from hsconnector.errors import LayoutError
+from hsconnector.protocol import FailReason
+
+__all__ = ["HiddenStatesConnector"]
+
+log = logging.getLogger("vllm.hsconnector")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """vLLM's envelope around one step's news."""
+
+    step: Step
+
+
+def guarded(
+    otherwise: Callable[[], R],
+) -> Callable[[Callable[Concatenate[HiddenStatesConnector, P], R]], Callable[Concatenate[HiddenStatesConnector, P], R]]:
+    """A hook that never raises: the failure is logged, open captures fail, and the engine gets `otherwise()`."""
+
+    def wrap(
+        hook: Callable[Concatenate[HiddenStatesConnector, P], R],
+    ) -> Callable[Concatenate[HiddenStatesConnector, P], R]:
+        @functools.wraps(hook)
+        def call(self: HiddenStatesConnector, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                log.exception("%s failed; open captures fail, the engine goes on", hook.__name__)
+                self.fail_open_captures(f"{hook.__name__}: {type(error).__name__}: {error}")
+                return otherwise()
+
+        return call
+
+    return wrap
+
+
+class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Streams hidden states out of the engine while requests run.
+
+    Load it with `kv_connector="HiddenStatesConnector"`, `kv_connector_module_path="hsconnector.connector"` and
+    `kv_role="kv_producer"`, beside the speculative method `extract_hidden_states`.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        compat.refuse_config(vllm_config)
+        self._group = compat.hidden_group(kv_cache_config, vllm_config)
+        self._worker: Worker | None = None
+        self._reported: set[str] = set()
+        self._mismatch = ""
+        self.tracker: Tracker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.tracker = Tracker(self._group.index, self._group.block_size)
+            self._say_started()
+
+    def _say_started(self) -> None:
+        if (line := compat.untested()) is not None:
+            log.warning(line)
+        log.info(
+            "hidden states: layers %s, group %d, %d tokens a block, captures %s to %s",
+            list(compat.layer_ids(self._vllm_config)),
+            self._group.index,
+            self._group.block_size,
+            self._settings.capture,
+            self._settings.sidecar,
+        )
+
+    # ---- both sides
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """True whatever the role, or a request could finish while preempted, without blocks."""
+        return True
+
+    def fail_open_captures(self, detail: str) -> None:
+        """After a bug of ours: every open capture fails, nothing is held."""
+        try:
+            if self.tracker is not None:
+                self.tracker.fail_all(FailReason.INTERNAL_ERROR, detail)
+            if self._worker is not None:
+                self._worker.fail_all(FailReason.INTERNAL_ERROR, detail)
+        except Exception:
+            log.exception("failing the open captures failed as well")
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Ships what is staged for up to `stall_timeout_s`, then lets everything go; harmless when called twice."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close(self._settings.stall_timeout_s)
+
+    # ---- scheduler side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Nothing is ever loaded."""
+        return 0, False
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Rows that another connector brings were not computed here."""
+        if num_external_tokens > 0 and self.tracker is not None:
+            self.tracker.fail(
+                request.request_id,
+                FailReason.EXTERNAL_PREFIX,
+                f"{num_external_tokens} tokens were loaded from outside and have no hidden states here",
+            )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's news for the workers."""
+        return StepMetadata(self._build_step(scheduler_output))
+
+    def _build_step(self, scheduler_output: Any) -> Step:
+        tracker = self.tracker
+        if tracker is None:
+            return Step(self._group.index, self._group.block_size)
+        try:
+            return tracker.step(compat.scheduled(scheduler_output, self._group.index, self._wish))
+        except Exception as error:
+            log.exception("building the step failed; open captures fail, the engine goes on")
+            tracker.fail_all(FailReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
+            return tracker.salvage()
+
+    def _wish(self, params: Any, request_id: str) -> Wish:
+        return parse_wish(params, self._settings, request_id)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """For an engine with one group."""
+        if self._group.index != 0:
+            raise LayoutError(f"hidden states are in group {self._group.index}, and only group 0 was given")
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks stay for the rows that are still to be read, and the handle for the client."""
+        ending = self._end(request, block_ids)
+        if ending.capture_id is None:
+            return ending.hold, None
+        handle = f"{self._settings.handle_base}/v1/captures/{ending.capture_id}"
+        return ending.hold, {"handle": handle, "capture_id": ending.capture_id}
+
+    def _end(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Ending:
+        tracker = self.tracker
+        if tracker is None:
+            return Ending(False, None)
+        try:
+            table = block_ids[self._group.index] if self._group.index < len(block_ids) else ()
+            return tracker.finish(compat.ended(request), table)
+        except Exception as error:
+            log.exception("request %.80r: finishing its capture failed", request.request_id)
+            tracker.abandon(request.request_id, f"{type(error).__name__}: {error}")
+            return Ending(False, None)
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The engine frees what every rank has reported."""
+        if self.tracker is not None and connector_output.finished_sending:
+            self.tracker.reported(connector_output.finished_sending)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will come free by themselves, so that preempting another request can wait."""
+        return self.tracker is not None and self.tracker.holds_blocks
+
+    @guarded(lambda: True)
+    def reset_cache(self) -> bool | None:
+        """New weights: what is open would mix two models."""
+        if self.tracker is not None:
+            self.tracker.fail_all(FailReason.CACHE_RESET, "the engine's caches were reset while the capture was open")
+        return True
+
+    # ---- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Finds the hidden-state cache; on the rank that sends, checks its shape and starts the sender."""
+        cache = self._find_cache(kv_caches)
+        if cache is None or not compat.is_first_tensor_rank():
+            return
+        ids = compat.layer_ids(self._vllm_config)
+        hidden_size = self._vllm_config.model_config.get_hidden_size()
+        view = compat.block_major(cache, len(ids), hidden_size, self._group.block_size)
+        producer = compat.producer(self._vllm_config, view, self._group.block_size)
+        if producer.row_bytes > self._settings.ring_bytes:
+            raise LayoutError(f"one row has {producer.row_bytes} bytes and ring_bytes is {self._settings.ring_bytes}")
+        timeout = max(1.0, self._settings.stall_timeout_s)
+        transport = HttpTransport(self._settings.sidecar, self._settings.api_key, timeout)
+        on_ring = _pin_ring if view.device.type == "cuda" else _leave_ring
+        sender = Sender(producer, self._settings, transport, on_ring)
+        gather = gather_for(view, self._group.block_size)
+        self._worker = Worker(view, self._group.block_size, gather, sender, self._settings)
+        sender.start()
+
+    def _find_cache(self, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        if self._group.layer_name is not None:
+            return kv_caches.get(self._group.layer_name)
+        names = [name for name in kv_caches if "cache_only_layers" in name]
+        return kv_caches[names[0]] if len(names) == 1 else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step's news arrives before its forward: nothing else is early enough in both model runners."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._take_step(connector_metadata.step)
+
+    @guarded(lambda: None)
+    def _take_step(self, step: Step) -> None:
+        if self._worker is None:
+            self._reported.update(finish.request_id for finish in step.finished)
+            return
+        if (step.group, step.block_size) != (self._group.index, self._group.block_size):
+            step = self._refuse(step)
+        self._worker.step(step)
+
+    def _refuse(self, step: Step) -> Step:
+        """The two sides found different groups: no row would be right, so every capture fails."""
+        detail = (
+            f"the scheduler found group {step.group} with {step.block_size} tokens a block, "
+            f"this worker group {self._group.index} with {self._group.block_size}"
+        )
+        if detail != self._mismatch:
+            self._mismatch = detail
+            log.error("no hidden states are captured: %s", detail)
+        return step.refused(detail)
+
+    @guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Held requests whose rows have left the cache on this rank."""
+        released, self._reported = self._reported, set()
+        if self._worker is not None:
+            released |= self._worker.take_released()
+        return released or None, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is ever loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is ever loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Rows are read from the cache a step later."""
+
+    def wait_for_save(self) -> None:
+        """Rows are read from the cache a step later."""
+
+
+def _pin_ring(ring: Ring) -> None:
+    ring.before_unmap(pin(ring.memory, ring.size))
+
+
+def _leave_ring(ring: Ring) -> None:
+    return

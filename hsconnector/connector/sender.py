@@ -1,0 +1,446 @@
+"""The thread that ships batches, takes acknowledgements and keeps the failure ledger.
+
+The engine's thread only queues; it never waits for the network. Staging memory is used again when the batch that named
+it has been answered. When the sidecar is lost every open capture fails, once, with one reason, and goes into the
+ledger, which is told to the sidecar when it is back. A stream that is lost takes its staging memory with it: the
+sidecar may still be reading there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from hsconnector.connector.ring import Ring
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.transport import Transport
+from hsconnector.errors import ProducerUnknown, RingError, SidecarRefused, SidecarUnreachable, TransportError
+from hsconnector.protocol import (
+    Batch,
+    BatchAnswer,
+    CaptureInfo,
+    CaptureState,
+    Commit,
+    Fail,
+    FailReason,
+    Message,
+    MessageAnswer,
+    MessageStatus,
+    Open,
+    Producer,
+    ProducerAccepted,
+    RingOffer,
+    Rows,
+    Span,
+)
+
+__all__ = ["Sender", "Stream"]
+
+log = logging.getLogger("vllm.hsconnector.sender")
+
+MAX_BATCH_MESSAGES = 256
+MAX_BATCH_BYTES = 32 << 20
+MAX_LEDGER = 10_000
+"""Failures kept for a sidecar that is away; beyond that the oldest are only counted."""
+RETRY_S = 1.0
+"""How long a batch that nobody answered is sent again before the sidecar counts as lost."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
+
+
+class Ticket(Protocol):
+    """Row bytes that may still be on their way into staging memory."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Item:
+    """A message in the queue; `ticket` is set for rows, whose memory is released when they are answered."""
+
+    message: Message
+    ticket: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a capture failed on our side."""
+
+    info: CaptureInfo
+    reason: FailReason
+    detail: str
+
+
+@dataclass(slots=True)
+class Stream:
+    """One accepted stream with the staging memory that it alone uses."""
+
+    accepted: ProducerAccepted
+    ring: Ring
+    seq: int = 0
+    queue: deque[Item] = field(default_factory=deque)
+    open: dict[str, CaptureInfo] = field(default_factory=dict)
+    failing: dict[str, Loss] = field(default_factory=dict)
+
+
+class Sender:
+    """Ships what the worker queues. `pump` is one turn of its work; `start` runs turns on a thread of its own.
+
+    `on_ring` sees each new ring before it is used, to page-lock it for instance.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        settings: ConnectorSettings,
+        transport: Transport,
+        on_ring: Callable[[Ring], None] = lambda ring: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.row_bytes = producer.row_bytes
+        self._producer = producer
+        self._settings = settings
+        self._transport = transport
+        self._on_ring = on_ring
+        self._now = now
+        self._lock = threading.Condition()
+        self._stream: Stream | None = None
+        self._spare: Ring | None = None
+        self._down = (FailReason.SIDECAR_UNREACHABLE, "the sidecar has not been reached yet")
+        self._said = ""
+        self._pause = FIRST_PAUSE_S
+        self._next_try = 0.0
+        self._last_sent = 0.0
+        self._ledger: OrderedDict[str, Loss] = OrderedDict()
+        self._forgotten = 0
+        self._refused: set[str] = set()
+        self._closing: float | None = None
+        self._thread: threading.Thread | None = None
+        self._tried = threading.Event()
+
+    # ---- the engine's thread
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream that is open now; another object after each loss."""
+        return self._stream
+
+    def largest(self, stream: Stream) -> int:
+        """Bytes that `reserve` can give now."""
+        with self._lock:
+            return stream.ring.largest()
+
+    def reserve(self, stream: Stream, length: int) -> int | None:
+        """Staging memory for rows that will be queued next."""
+        with self._lock:
+            return stream.ring.reserve(length)
+
+    def begin(self, stream: Stream | None, info: CaptureInfo) -> bool:
+        """A capture begins; False where there is no stream to take it, and it has failed."""
+        with self._lock:
+            if stream is None or stream is not self._stream:
+                self._record(Loss(info, *self._down))
+                return False
+            stream.open[info.capture_id] = info
+            self._queue(stream, Item(Open(info)))
+            return True
+
+    def rows(self, stream: Stream, capture_id: str, rows: range, offset: int, ticket: Ticket) -> None:
+        """Rows lie, or will lie when the ticket is done, at `offset` of the stream's ring."""
+        span = Span(offset, len(rows) * self.row_bytes, stream.accepted.shm)
+        with self._lock:
+            self._queue(stream, Item(Rows(capture_id, rows.start, len(rows), span), ticket))
+
+    def commit(self, stream: Stream, commit: Commit) -> None:
+        """Every row of the capture is queued."""
+        with self._lock:
+            self._queue(stream, Item(commit))
+
+    def fail(self, info: CaptureInfo, reason: FailReason, detail: str) -> None:
+        """The capture will have no shard, whether the sidecar has heard of it or not."""
+        log.info("capture %s (request %.80r) failed: %s: %s", info.capture_id, info.request_id, reason, detail)
+        with self._lock:
+            stream = self._stream
+            loss = Loss(info, reason, detail)
+            if stream is None:
+                self._record(loss)
+                return
+            if stream.open.pop(info.capture_id, None) is None:
+                self._queue(stream, Item(Open(info)))
+            stream.failing[info.capture_id] = loss
+            self._queue(stream, Item(Fail(info.capture_id, reason, detail)))
+
+    def take_refused(self) -> set[str]:
+        """Ids of captures that the sidecar has failed since the last call."""
+        if not self._refused:
+            return set()
+        with self._lock:
+            refused, self._refused = self._refused, set()
+            return refused
+
+    # ---- lifecycle
+
+    def start(self, first_try_s: float = 2.0) -> None:
+        """Starts the thread and waits a moment for the first try, so that the first request finds a stream."""
+        self._thread = threading.Thread(target=self._run, name="hsconnector-sender", daemon=True)
+        self._thread.start()
+        self._tried.wait(first_try_s)
+
+    def close(self, timeout: float) -> None:
+        """Ships what is queued for up to `timeout` seconds, closes the stream, logs the ids that were lost."""
+        with self._lock:
+            if self._closing is not None:
+                return
+            self._closing = self._now() + timeout
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout + 1.0)
+        else:
+            self._finish()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued or unanswered."""
+        with self._lock:
+            stream = self._stream
+            return not self._ledger and (stream is None or not (stream.queue or stream.failing))
+
+    def _run(self) -> None:
+        while self._closing is None:
+            try:
+                worked = self.pump()
+            except Exception:
+                log.exception("a bug in the sender; the stream is given up")
+                self._lose(FailReason.INTERNAL_ERROR, "a bug in the sender, see the engine's log")
+                worked = False
+            self._tried.set()
+            if not worked:
+                self._rest()
+        self._finish()
+
+    def _rest(self) -> None:
+        with self._lock:
+            stream = self._stream
+            if self._closing is not None or (stream is not None and stream.queue):
+                return
+            due = self._next_try if stream is None else self._last_sent + self._heartbeat(stream)
+            self._lock.wait(max(0.001, due - self._now()))
+
+    def _finish(self) -> None:
+        deadline = self._closing if self._closing is not None else self._now()
+        while self._now() < deadline and not self.idle and self.pump(deadline):
+            pass
+        stream = self._stream
+        lost = self._unfinished()
+        if lost:
+            log.warning("shutting down with %d captures unshipped: %s", len(lost), ", ".join(sorted(lost)[:20]))
+        if stream is not None:
+            self._goodbye(stream)
+        self._spare = self._stream = None
+        self._transport.close()
+
+    def _unfinished(self) -> set[str]:
+        stream = self._stream
+        return set(self._ledger) | (set(stream.open) | set(stream.failing) if stream is not None else set())
+
+    def _goodbye(self, stream: Stream) -> None:
+        try:
+            self._transport.ingest(Batch(stream.accepted.producer_id, stream.seq, close=True), [])
+        except TransportError as error:
+            log.debug("closing the stream: %s", error)
+
+    # ---- one turn
+
+    def pump(self, deadline: float | None = None) -> bool:
+        """One turn: connect, or ship one batch, or a heartbeat that is due. True if anything was done."""
+        stream = self._stream
+        if stream is None:
+            return self._now() >= self._next_try and self._connect()
+        items = self._take_batch(stream)
+        if not items and self._now() < self._last_sent + self._heartbeat(stream):
+            return False
+        answer = self._ship(stream, items, deadline)
+        if answer is not None:
+            self._settle(stream, items, answer)
+        return True
+
+    def _heartbeat(self, stream: Stream) -> float:
+        return stream.accepted.heartbeat_s / 3
+
+    def _connect(self) -> bool:
+        ring = self._spare = self._spare or self._new_ring()
+        offer = RingOffer(ring.name, ring.size) if ring.name else None
+        try:
+            accepted = self._transport.open(msgspec.structs.replace(self._producer, ring=offer))
+            self._check_shm(accepted)
+        except TransportError as error:
+            self._stay_down(error)
+            return False
+        ring.unlink()
+        self._spare = None
+        self._say_connected(accepted, offer)
+        with self._lock:
+            stream = self._stream = Stream(accepted, ring)
+            self._last_sent, self._pause = self._now(), FIRST_PAUSE_S
+            for loss in self._ledger.values():
+                stream.failing[loss.info.capture_id] = loss
+                self._queue(stream, Item(Open(loss.info)))
+                self._queue(stream, Item(Fail(loss.info.capture_id, loss.reason, loss.detail)))
+            self._ledger.clear()
+        return True
+
+    def _new_ring(self) -> Ring:
+        size = self._settings.ring_bytes
+        ring = None
+        if self._settings.transport != "http":
+            try:
+                ring = Ring.shared(self._settings.shm_dir, size)
+            except RingError as error:
+                log.warning("no shared memory, rows travel in the body: %s", error)
+        ring = ring or Ring.private(size)
+        self._on_ring(ring)
+        return ring
+
+    def _check_shm(self, accepted: ProducerAccepted) -> None:
+        if self._settings.transport == "shm" and not accepted.shm:
+            raise SidecarRefused(f"transport is 'shm' and shared memory is not to be had: {accepted.shm_reason}")
+
+    def _stay_down(self, error: TransportError) -> None:
+        refused = isinstance(error, SidecarRefused)
+        reason = FailReason.SIDECAR_REFUSED if refused else FailReason.SIDECAR_UNREACHABLE
+        with self._lock:
+            self._down = (reason, str(error))
+            self._next_try = self._now() + (5 * LAST_PAUSE_S if refused else self._pause)
+            self._pause = min(2 * self._pause, LAST_PAUSE_S)
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("no hidden states are captured until the sidecar answers: %s", error)
+
+    def _say_connected(self, accepted: ProducerAccepted, offer: RingOffer | None) -> None:
+        self._said = ""
+        way = "shared memory" if accepted.shm else "the request body"
+        why = f" ({accepted.shm_reason})" if offer is not None and accepted.shm_reason else ""
+        told = f", telling {len(self._ledger)} failures" if self._ledger else ""
+        log.info("streaming hidden states to %s through %s%s%s", self._settings.sidecar, way, why, told)
+        if self._forgotten:
+            log.warning("%d older failures were too many to keep and are not told", self._forgotten)
+            self._forgotten = 0
+
+    def _take_batch(self, stream: Stream) -> list[Item]:
+        """The head of the queue, as far as its rows have arrived; the items stay queued until answered."""
+        most = MAX_BATCH_BYTES if stream.accepted.shm else min(MAX_BATCH_BYTES, stream.accepted.max_payload_bytes)
+        with self._lock:
+            queued = [stream.queue[index] for index in range(min(len(stream.queue), MAX_BATCH_MESSAGES))]
+        if queued and queued[0].ticket is not None:
+            queued[0].ticket.wait()
+        items: list[Item] = []
+        for item in queued:
+            size = item.message.span.length if isinstance(item.message, Rows) else 0
+            if items and (size > most or (item.ticket is not None and not item.ticket.done())):
+                break
+            items.append(item)
+            most -= size
+        return items
+
+    def _ship(self, stream: Stream, items: list[Item], deadline: float | None) -> BatchAnswer | None:
+        messages, payload = _address(stream, items)
+        batch = Batch(stream.accepted.producer_id, stream.seq, messages)
+        give_up = self._now() + RETRY_S
+        while True:
+            try:
+                answer = self._transport.ingest(batch, payload)
+                if len(answer.messages) != len(items):
+                    raise SidecarRefused(f"{len(answer.messages)} answers to {len(items)} messages")
+                return answer
+            except ProducerUnknown as error:
+                self._lose(FailReason.SIDECAR_RESTARTED, str(error))
+            except SidecarRefused as error:
+                self._lose(FailReason.SIDECAR_REFUSED, str(error))
+            except SidecarUnreachable as error:
+                now = self._now()
+                if self._closing is None and now < give_up or deadline is not None and now < deadline:
+                    time.sleep(0.05)
+                    continue
+                self._lose(FailReason.SIDECAR_UNREACHABLE, str(error))
+            return None
+
+    def _settle(self, stream: Stream, items: list[Item], answer: BatchAnswer) -> None:
+        with self._lock:
+            stream.seq += 1
+            self._last_sent = self._now()
+            for item, result in zip(items, answer.messages, strict=True):
+                stream.queue.popleft()
+                if isinstance(item.message, Rows):
+                    stream.ring.release()
+                self._settle_one(stream, item.message, result)
+
+    def _settle_one(self, stream: Stream, message: Message, result: MessageAnswer) -> None:
+        capture_id = message.capture.capture_id if isinstance(message, Open) else message.capture_id
+        if isinstance(message, Fail):
+            stream.failing.pop(capture_id, None)
+        elif result.status is MessageStatus.FAILED and stream.open.pop(capture_id, None) is not None:
+            self._refused.add(capture_id)
+            log.warning("capture %s failed in the sidecar: %s: %s", capture_id, result.reason, result.detail)
+        elif isinstance(message, Commit):
+            stream.open.pop(capture_id, None)
+            if result.state is CaptureState.QUARANTINED:
+                log.warning("capture %s is quarantined: %s", capture_id, result.detail)
+
+    # ---- under the lock
+
+    def _queue(self, stream: Stream, item: Item) -> None:
+        if stream is self._stream:
+            stream.queue.append(item)
+            self._lock.notify_all()
+
+    def _record(self, loss: Loss) -> None:
+        self._ledger[loss.info.capture_id] = loss
+        while len(self._ledger) > MAX_LEDGER:
+            self._ledger.popitem(last=False)
+            self._forgotten += 1
+
+    def _lose(self, reason: FailReason, detail: str) -> None:
+        with self._lock:
+            stream, self._stream = self._stream, None
+            if stream is None:
+                return
+            self._down = (reason, detail)
+            self._next_try, self._pause = self._now(), FIRST_PAUSE_S
+            lost = [Loss(info, reason, detail) for info in stream.open.values()]
+            for loss in [*lost, *stream.failing.values()]:
+                self._record(loss)
+        self._settle_copies(stream.queue)
+        ids = ", ".join(loss.info.capture_id for loss in lost[:5])
+        log.warning(
+            "lost the sidecar (%s: %s); %d captures failed%s", reason, detail, len(lost), f": {ids}" * bool(ids)
+        )
+
+    def _settle_copies(self, items: Iterable[Item]) -> None:
+        """Rows still being copied must arrive before their memory goes."""
+        for item in items:
+            if item.ticket is not None:
+                item.ticket.wait()
+
+
+def _address(stream: Stream, items: list[Item]) -> tuple[tuple[Message, ...], list[memoryview]]:
+    """The messages with spans as the sidecar sees them, and the bytes that go into the body."""
+    messages: list[Message] = []
+    payload: list[memoryview] = []
+    position = 0
+    for item in items:
+        message = item.message
+        if isinstance(message, Rows) and not message.span.shared:
+            span = message.span
+            payload.append(stream.ring.view(span.offset, span.length))
+            message = msgspec.structs.replace(message, span=Span(position, span.length))
+            position += span.length
+        messages.append(message)
+    return tuple(messages), payload

@@ -1,0 +1,186 @@
+"""What the connector can be told: `kv_connector_extra_config` at start, `kv_transfer_params` per request. Strict."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hsconnector.connector.tracker import Wish
+from hsconnector.errors import SettingsError
+from hsconnector.protocol import MAX_TEXT_BYTES, MAX_TEXTS_BYTES, FailReason, RowsKind
+
+__all__ = ["REQUEST_KEY", "ConnectorSettings", "RequestSettings", "parse_settings", "parse_wish"]
+
+REQUEST_KEY = "hidden_states"
+"""The key of `kv_transfer_params` that is ours; everything beside it belongs to other connectors."""
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`, as `vllm serve --kv-transfer-config` carries it."""
+
+    sidecar: str = "http://127.0.0.1:8190"
+    """Where the sidecar listens: `http://host:port` or `unix:///path/to/socket`."""
+    api_key_env: str = "HSC_API_KEY"
+    """The environment variable that holds the sidecar's ingest key; unset or empty means no key."""
+    public_url: str = ""
+    """What handles start with, as clients reach the sidecar; default: `sidecar`, where that is a URL."""
+    transport: Literal["auto", "shm", "http"] = "auto"
+    """`auto` uses shared memory where the sidecar can open it; `shm` insists; `http` never tries."""
+    shm_dir: str = "/dev/shm"  # noqa: S108
+    """Where the shared staging file is created; the sidecar's `--shm-dir` must be the same place."""
+    ring_bytes: int = 128 << 20
+    """Staging memory, in bytes. Below 64 MiB throughput suffers."""
+    capture: Literal["all", "opt_in"] = "all"
+    """Capture every request, or only those that ask with `capture: true`."""
+    sample_rate: float = 1.0
+    """The share of requests to capture, of those not asking themselves, 0 to 1."""
+    on_overflow: Literal["wait", "drop"] = "wait"
+    """When staging memory is full: leave rows in the KV cache for a later step, or give the capture up."""
+    stall_timeout_s: float = 30.0
+    """How long a finished request may hold its blocks without a row of it moving, in seconds."""
+    include_output_tokens: bool = False
+    """Capture prompt and output; a request can say otherwise."""
+
+    @property
+    def handle_base(self) -> str:
+        """What a handle starts with."""
+        return (self.public_url or self.sidecar).rstrip("/")
+
+    @property
+    def api_key(self) -> str:
+        """The ingest key from the environment, or an empty text."""
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+
+
+class RequestSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_transfer_params["hidden_states"]` of one request."""
+
+    capture: bool | None = None
+    dataset: str = ""
+    sample_id: str = ""
+    tags: dict[str, str] = {}
+    include_output_tokens: bool | None = None
+    expected_content_hash: str = ""
+
+
+def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """The connector's settings; raises `SettingsError` naming the key, the value and the nearest known key."""
+    known = [field.name for field in msgspec.structs.fields(ConnectorSettings)]
+    for key, value in extra.items():
+        if key not in known:
+            raise SettingsError(f"kv_connector_extra_config has no {key!r} (got {value!r}){_nearest(key, known)}")
+    settings = _convert(extra)
+    _check_ranges(settings)
+    _check_addresses(settings)
+    return settings
+
+
+def parse_wish(params: Mapping[str, Any] | None, settings: ConnectorSettings, request_id: str) -> Wish:
+    """What one request is to get; a bad value becomes the wish's problem, never an exception."""
+    asked = (params or {}).get(REQUEST_KEY)
+    if asked is None:
+        asked = {}
+    if not isinstance(asked, Mapping):
+        return _bad_request(f"{REQUEST_KEY} must be an object, got {type(asked).__name__}")
+    try:
+        request = msgspec.convert(dict(asked), RequestSettings)
+        _check_texts(request)
+    except (msgspec.ValidationError, SettingsError) as error:
+        return _bad_request(_name_field(str(error), asked))
+    if not _wanted(request, settings, request_id):
+        return Wish(capture=False)
+    with_output = settings.include_output_tokens
+    if request.include_output_tokens is not None:
+        with_output = request.include_output_tokens
+    return Wish(
+        rows=RowsKind.PROMPT_AND_OUTPUT if with_output else RowsKind.PROMPT,
+        dataset=request.dataset,
+        sample_id=request.sample_id,
+        tags=dict(request.tags),
+        expected_content_hash=request.expected_content_hash,
+    )
+
+
+def _convert(extra: Mapping[str, Any]) -> ConnectorSettings:
+    try:
+        return msgspec.convert(dict(extra), ConnectorSettings)
+    except msgspec.ValidationError as error:
+        key = str(error).rpartition("$.")[2].rstrip("`")
+        raise SettingsError(f"kv_connector_extra_config[{key!r}] = {extra.get(key)!r}: {error}") from error
+
+
+def _check_ranges(settings: ConnectorSettings) -> None:
+    if not 0 <= settings.sample_rate <= 1:
+        raise SettingsError(f"sample_rate is a share from 0 to 1, got {settings.sample_rate}")
+    if settings.ring_bytes < 1 << 16:
+        raise SettingsError(f"ring_bytes is in bytes and at least 65536, got {settings.ring_bytes}")
+    if not 0 <= settings.stall_timeout_s <= 3600:
+        raise SettingsError(f"stall_timeout_s is 0 to 3600 seconds, got {settings.stall_timeout_s}")
+
+
+def _check_addresses(settings: ConnectorSettings) -> None:
+    address = urlsplit(settings.sidecar)
+    if address.scheme == "unix":
+        if not address.path:
+            raise SettingsError(f"sidecar {settings.sidecar!r} names no socket; write unix:///path/to/socket")
+        if not settings.public_url:
+            raise SettingsError(
+                "a sidecar on a Unix socket needs public_url as well: clients fetch captures from it over HTTP"
+            )
+    elif address.scheme not in ("http", "https") or not address.netloc:
+        raise SettingsError(f"sidecar is http://host:port or unix:///path/to/socket, got {settings.sidecar!r}")
+    if settings.public_url and urlsplit(settings.public_url).scheme not in ("http", "https"):
+        raise SettingsError(f"public_url starts with http:// or https://, got {settings.public_url!r}")
+
+
+def _check_texts(request: RequestSettings) -> None:
+    texts = {"dataset": request.dataset, "sample_id": request.sample_id}
+    for key, value in request.tags.items():
+        texts[f"tags[{key[:40]!r}]"] = value
+        texts[f"tags key {key[:40]!r}"] = key
+    for name, text in texts.items():
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size > MAX_TEXT_BYTES:
+            raise SettingsError(f"{name} has {size} bytes, at most {MAX_TEXT_BYTES} are allowed")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise SettingsError(f"{name} holds half a surrogate pair, which is no text")
+    total = sum(len(text.encode()) for text in texts.values())
+    if total > MAX_TEXTS_BYTES:
+        raise SettingsError(f"dataset, sample_id and tags have {total} bytes together, at most {MAX_TEXTS_BYTES}")
+    _check_hash(request.expected_content_hash)
+
+
+def _check_hash(text: str) -> None:
+    if text and (len(text) != 64 or not set(text) <= set("0123456789abcdef")):
+        raise SettingsError(f"expected_content_hash is 64 lower-case hex digits, got {text[:80]!r}")
+
+
+def _wanted(request: RequestSettings, settings: ConnectorSettings, request_id: str) -> bool:
+    if request.capture is not None:
+        return request.capture
+    if settings.capture == "opt_in":
+        return False
+    return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) < settings.sample_rate * 2**32
+
+
+def _bad_request(detail: str) -> Wish:
+    return Wish(problem=(FailReason.BAD_REQUEST, detail))
+
+
+def _name_field(message: str, asked: Mapping[str, Any]) -> str:
+    known = [field.name for field in msgspec.structs.fields(RequestSettings)]
+    unknown = [key for key in asked if key not in known]
+    if unknown:
+        return f"{REQUEST_KEY} has no {str(unknown[0])[:80]!r}{_nearest(str(unknown[0]), known)}"
+    return f"{REQUEST_KEY}: {message}".replace("`$", f"`{REQUEST_KEY}")
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"; did you mean {close[0]!r}? Known: {', '.join(known)}" if close else f"; known: {', '.join(known)}"

@@ -1,0 +1,138 @@
+"""Worker side, each step: rows from the paged cache into staging memory, and word to the sender."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from hsconnector.connector.gather import Gather, Ticket, rows_tensor
+from hsconnector.connector.reader import Capture, Reader
+from hsconnector.connector.sender import Sender, Stream
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.step import Step
+from hsconnector.protocol import Commit, FailReason
+
+__all__ = ["Worker"]
+
+CHUNK_BYTES = 4 << 20
+"""Rows are staged in pieces of about this size, so that shipping begins while reading goes on."""
+
+
+class Worker:
+    """The rank that reads and sends. `cache` is `[num_blocks, block, L, H]`; only its dtype and row shape are used."""
+
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        block_size: int,
+        gather: Gather,
+        sender: Sender,
+        settings: ConnectorSettings,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reader = Reader(block_size)
+        self.sender = sender
+        self._cache = cache
+        self._gather = gather
+        self._settings = settings
+        self._now = now
+        self._stream: Stream | None = None
+        self._copies: dict[str, Ticket] = {}
+        self._chunk_rows = max(1, min(CHUNK_BYTES, settings.ring_bytes // 4) // sender.row_bytes)
+
+    def step(self, step: Step) -> None:
+        """Takes the scheduler's news and reads what may be read, before this step's forward."""
+        now = self._now()
+        self._follow_stream()
+        ended = self.reader.apply(step, now)
+        over = {info.capture_id for info, _, _ in ended}
+        for info in step.begun:
+            if info.capture_id not in over and not self.sender.begin(self._stream, info):
+                self.reader.drop(info.request_id)
+        for info, reason, detail in ended:
+            self.sender.fail(info, reason, detail)
+        for capture in self.reader.find(self.sender.take_refused()):
+            self.reader.drop(capture.info.request_id)
+        if self._stream is not None:
+            self._read(self._stream, now)
+            self._commit(self._stream)
+        self._give_up_stalled(now)
+
+    def fail_all(self, reason: FailReason, detail: str) -> None:
+        """Ends every open capture."""
+        for capture in self.reader.drop_all():
+            self.sender.fail(capture.info, reason, detail)
+
+    def take_released(self) -> set[str]:
+        """Held requests whose blocks this rank needs no more, each once; their last rows have left the cache."""
+        return self.reader.take_released()
+
+    def close(self, timeout: float) -> None:
+        """Ends what is open and ships what is staged, for up to `timeout` seconds."""
+        self.fail_all(FailReason.ENGINE_SHUTDOWN, "the engine shut down before every row was read")
+        self.sender.close(timeout)
+
+    def _follow_stream(self) -> None:
+        """The captures of a stream that is gone have failed with it."""
+        stream = self.sender.stream
+        if stream is not self._stream:
+            self._stream = stream
+            self._copies.clear()
+            self.reader.drop_all()
+
+    def _read(self, stream: Stream, now: float) -> None:
+        for capture in self.reader.pending():
+            while capture.waiting:
+                room = self.sender.largest(stream) // self.sender.row_bytes
+                most = min(room, self._chunk_rows, self._gather.largest())
+                if most < 1:
+                    if room < 1 and self._settings.on_overflow == "drop":
+                        self._drop(capture, FailReason.OVERFLOW, self._overflow())
+                        break
+                    return
+                if not self._read_some(stream, capture, most, now):
+                    break
+
+    def _read_some(self, stream: Stream, capture: Capture, most: int, now: float) -> bool:
+        rows = self.reader.next_rows(capture, most)
+        offset = self.sender.reserve(stream, len(rows) * self.sender.row_bytes) if rows else None
+        if offset is None:
+            return False
+        out = rows_tensor(stream.ring.memory, offset, len(rows), self._cache)
+        ticket = self._gather.copy(capture.table, rows, out)
+        self.sender.rows(stream, capture.info.capture_id, rows, offset, ticket)
+        self.reader.advance(capture, len(rows), now)
+        if ticket.done():
+            self._copies.pop(capture.info.capture_id, None)
+        else:
+            self._copies[capture.info.capture_id] = ticket
+        return True
+
+    def _commit(self, stream: Stream) -> None:
+        for capture in self.reader.complete(self._arrived):
+            self._copies.pop(capture.info.capture_id, None)
+            finish = capture.finish
+            if finish is not None:
+                commit = Commit(capture.info.capture_id, finish.num_rows, finish.token_ids, finish.reason)
+                self.sender.commit(stream, commit)
+
+    def _arrived(self, capture: Capture) -> bool:
+        ticket = self._copies.get(capture.info.capture_id)
+        return ticket is None or ticket.done()
+
+    def _give_up_stalled(self, now: float) -> None:
+        timeout = self._settings.stall_timeout_s
+        for capture in self.reader.stalled(now, timeout):
+            total = capture.finish.num_rows if capture.finish is not None else 0
+            detail = f"{capture.cursor} of {total} rows were shipped and none for {timeout:g} s (stall_timeout_s)"
+            self._drop(capture, FailReason.STALLED, detail)
+
+    def _drop(self, capture: Capture, reason: FailReason, detail: str) -> None:
+        self.reader.drop(capture.info.request_id)
+        self._copies.pop(capture.info.capture_id, None)
+        self.sender.fail(capture.info, reason, detail)
+
+    def _overflow(self) -> str:
+        return f"staging memory of {self._settings.ring_bytes} bytes was full and on_overflow is 'drop'"
