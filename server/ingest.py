@@ -198,7 +198,7 @@ class Ingest:
             elif isinstance(message, Commit):
                 step = self._commit(stream, capture, message)
             else:
-                capture.assembly.fail(message.reason, message.detail[:1000])
+                capture.assembly.fail(message.reason, _one_line(message.detail))
                 step = Step.APPLY
         except SpanRefused as error:
             capture.assembly.fail(FailReason.BAD_MESSAGE, str(error))
@@ -206,7 +206,7 @@ class Ingest:
             capture.assembly.fail(*self._store_failure(message.capture_id, error))
         except Exception as error:
             log.exception("capture %s: a bug on our side", message.capture_id)
-            capture.assembly.fail(FailReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"[:1000])
+            capture.assembly.fail(FailReason.INTERNAL_ERROR, _one_line(f"{type(error).__name__}: {error}"))
         if capture.assembly.state is CaptureState.FAILED:
             self._drop(stream, capture)
             return capture.assembly.answer(MessageStatus.OK if isinstance(message, Fail) else MessageStatus.FAILED)
@@ -288,7 +288,7 @@ class Ingest:
             durable=self.settings.durable,
         )
         capture.assembly.finish(outcome.state)
-        self._reserve(capture, published.size)
+        self.store.used += published.size - capture.reserved
         del stream.open[capture_id], self._owners[capture_id]
         self._finish(
             msgspec.structs.replace(
@@ -419,6 +419,10 @@ def _check_still_there(stream: Stream, span: Span) -> None:
         raise SpanRefused(
             f"the span {span.offset}..{end} lies outside the ring of {stream.ring.size} bytes, or it has shrunk"
         )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:1000]
 
 
 def _failed(reason: FailReason, detail: str) -> MessageAnswer:

@@ -14,7 +14,7 @@ from server.app import build_app
 from server.service import Sidecar
 from server.settings import Settings
 
-__all__ = ["SidecarServer", "listen", "url_of"]
+__all__ = ["SidecarServer", "listen", "public_url_of", "url_of"]
 
 BACKLOG = 2048
 
@@ -42,6 +42,12 @@ def url_of(sockets: list[socket.socket]) -> str:
     host, port = first.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def public_url_of(sockets: list[socket.socket]) -> str:
+    """Where handles point to when no `public_url` is set."""
+    url = url_of(sockets)
+    return url if url.startswith("http") else "http://localhost"
 
 
 def _tcp(host: str, port: int) -> socket.socket:

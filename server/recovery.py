@@ -7,37 +7,43 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from hsconnector.errors import ShardError
+from hsconnector.errors import ShardError, StoreError
 from hsconnector.protocol import CaptureState, FailReason, is_capture_id
 from server.catalog import Catalog, two_hex
 from server.metrics import Metrics
 from server.records import Record
 from server.shards import PIECE_BYTES, ShardHeader, is_regular, read_header
 from server.store import Store
+from server.streams import LARGEST
 from server.verdict import Judge, Verdict
 
-__all__ = ["inspect_shard", "record_of_shard", "recover"]
+__all__ = ["inspect_shard", "record_of_shard", "recover", "reindex_store"]
 
 log = logging.getLogger("hsconnector.server.recovery")
 
 _SUFFIX = ".safetensors"
 
 
-def recover(store: Store, catalog: Catalog, metrics: Metrics) -> None:
-    """Makes index and shards agree; fails what was being received when the last sidecar ended."""
+def recover(store: Store, catalog: Catalog, metrics: Metrics, *, read_all: bool = False) -> int:
+    """Makes index and shards agree, fails what was being received when the last sidecar ended; counts whole shards."""
+    total = 0
     for folder in two_hex():
         known = catalog.folder(folder)
-        whole = _scan(store, folder, CaptureState.READY, known, catalog, metrics)
-        whole |= _scan(store, folder, CaptureState.QUARANTINED, known, catalog, metrics)
+        trusted = {} if read_all else known
+        scan = Scan(store, catalog, metrics, folder, known, trusted)
+        whole = scan.area(CaptureState.READY) | scan.area(CaptureState.QUARANTINED)
         for capture_id, record in known.items():
             if capture_id not in whole:
                 _without_shard(record, catalog, metrics)
+        total += len(whole)
     for area in (store.captures, store.quarantine):
         for path in area.iterdir():
             if not path.is_dir() or path.is_symlink():
@@ -45,6 +51,24 @@ def recover(store: Store, catalog: Catalog, metrics: Metrics) -> None:
     catalog.flush()
     _, store.used = catalog.counts()
     metrics.store_bytes.set(store.used)
+    return total
+
+
+def reindex_store(root: Path) -> tuple[int, int]:
+    """Reads every shard of a store that no sidecar uses; whole shards and damaged files. Raises `StoreError`."""
+    store = Store(root)
+    metrics = Metrics()
+    try:
+        catalog = Catalog(store.catalog_path)
+        try:
+            whole = recover(store, catalog, metrics, read_all=True)
+        finally:
+            catalog.close()
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"the store {root} cannot be reindexed: {error}") from error
+    finally:
+        store.close()
+    return whole, int(metrics.registry.get_sample_value("hsconnector_damaged_files_total") or 0)
 
 
 def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
@@ -79,7 +103,7 @@ def record_of_shard(path: Path, state: CaptureState) -> Record:
         raise ShardError(f"the shard belongs to capture {facts.get('capture_id')!r}")
     status = path.stat()
     try:
-        return Record(
+        record = Record(
             capture_id=facts["capture_id"],
             request_id=facts["request_id"],
             state=state,
@@ -88,7 +112,7 @@ def record_of_shard(path: Path, state: CaptureState) -> Record:
             model_revision=facts["model_revision"],
             vllm_version=facts["vllm_version"],
             layer_ids=header.layer_ids,
-            num_layers=int(facts["num_layers"]),
+            num_layers=min(int(facts["num_layers"]), LARGEST),
             hidden_size=header.shape[2],
             dtype=header.dtype,
             rows=facts["rows"],
@@ -109,33 +133,54 @@ def record_of_shard(path: Path, state: CaptureState) -> Record:
         )
     except (KeyError, ValueError, msgspec.MsgspecError) as error:
         raise ShardError(f"the metadata is not that of a capture: {error!r}") from error
+    if not (0 <= record.created <= LARGEST and 0 <= record.num_prompt_tokens <= LARGEST):
+        raise ShardError(f"created {record.created} or num_prompt_tokens {record.num_prompt_tokens} cannot be")
+    return record
 
 
-def _scan(
-    store: Store, folder: str, state: CaptureState, known: dict[str, Record], catalog: Catalog, metrics: Metrics
-) -> set[str]:
-    area = store.quarantine if state is CaptureState.QUARANTINED else store.captures
-    whole: set[str] = set()
-    try:
-        paths = sorted((area / folder).iterdir())
-    except FileNotFoundError:
-        return whole
-    for path in paths:
+@dataclass(frozen=True)
+class Scan:
+    """One two-digit folder."""
+
+    store: Store
+    catalog: Catalog
+    metrics: Metrics
+    folder: str
+    known: dict[str, Record]
+    trusted: dict[str, Record]
+    """What of `known` need not be read again."""
+
+    def area(self, state: CaptureState) -> set[str]:
+        """The ids of the whole shards of ready or quarantined captures; everything else is moved aside."""
+        root = self.store.quarantine if state is CaptureState.QUARANTINED else self.store.captures
+        try:
+            paths = sorted((root / self.folder).iterdir())
+        except FileNotFoundError:
+            return set()
+        return {path.name.removesuffix(_SUFFIX) for path in paths if self._is_whole(path, state)}
+
+    def _is_whole(self, path: Path, state: CaptureState) -> bool:
         if path.name.startswith(".") and path.name.endswith(".part"):
             path.unlink()
-            continue
+            return False
         capture_id = path.name.removesuffix(_SUFFIX)
-        record = known.get(capture_id)
+        record = self.trusted.get(capture_id)
         if record is not None and record.state is state and _unchanged(path, record):
-            whole.add(capture_id)
-            continue
+            return True
         try:
-            _check_name(path, folder, record)
-            catalog.put(record_of_shard(path, state))
-            whole.add(capture_id)
+            _check_name(path, self.folder, self.known.get(capture_id))
+            self.catalog.put(_as_known(record_of_shard(path, state), self.known.get(capture_id)))
         except (ShardError, OSError) as error:
-            _damaged(store, path, str(error), metrics)
-    return whole
+            _damaged(self.store, path, str(error), self.metrics)
+            return False
+        return True
+
+
+def _as_known(found: Record, known: Record | None) -> Record:
+    """A shard does not say when it was finished nor what was expected of it; the index may."""
+    if known is None or known.data_hash != found.data_hash:
+        return found
+    return msgspec.structs.replace(found, finished=known.finished, detail=known.detail, verdict=known.verdict)
 
 
 def _check_name(path: Path, folder: str, record: Record | None) -> None:

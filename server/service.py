@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from hsconnector.errors import (
     CaptureNotFound,
     CapturePending,
     CaptureQuarantined,
+    StoreError,
 )
 from hsconnector.protocol import (
     MAX_MESSAGES_BYTES,
@@ -61,9 +63,9 @@ class Sidecar:
         try:
             self.catalog = Catalog(self.store.catalog_path, durable=settings.durable)
             recover(self.store, self.catalog, self.metrics)
-        except BaseException:
+        except (OSError, sqlite3.Error) as error:
             self.store.close()
-            raise
+            raise StoreError(f"the store {settings.store} cannot be opened: {error}") from error
         self._ingest = Ingest(settings, self.store, self.catalog, self.metrics, self._announce)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="hsconnector-writer")
         self._slots = asyncio.Semaphore(settings.queue_batches)

@@ -105,11 +105,13 @@ class Settings(BaseSettings):
         """The key of producers."""
         return _key("ingest_api_key", self.ingest_api_key, self.ingest_api_key_file) or self.key()
 
+    def reaches_beyond_loopback(self) -> bool:
+        """Whether other hosts may be able to connect."""
+        return self.tcp and not is_loopback(self.host)
+
     def check_exposure(self) -> None:
         """Refuses to be reachable from other hosts without a key."""
-        if not self.tcp or is_loopback(self.host) or self.insecure:
-            return
-        if self.key() is None:
+        if self.reaches_beyond_loopback() and not self.insecure and self.key() is None:
             raise SettingsError(
                 f"refusing to listen on {self.host} without a key: "
                 "give --api-key, listen on 127.0.0.1, or say --insecure"

@@ -86,7 +86,7 @@ class ShardHeader:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """The layer id of each slot."""
-        return tuple(json.loads(self.metadata["layer_ids"]))
+        return _layer_ids(self.metadata["layer_ids"])
 
 
 def metadata_of(producer: Producer, info: CaptureInfo) -> dict[str, str]:
@@ -152,7 +152,7 @@ def parse_header(head: bytes) -> ShardHeader:
         hidden, tokens, metadata = fields["hidden_states"], fields["token_ids"], fields["__metadata__"]
         dtype = next(name for name, code in DTYPE_NAMES.items() if code == hidden["dtype"])
         rows, slots, width = (int(size) for size in hidden["shape"])
-    except (ValueError, KeyError, TypeError, StopIteration, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, StopIteration, RecursionError) as error:
         raise ShardError(f"not a shard's header: {error!r}") from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ShardError("the header's metadata is not an object of strings")
@@ -163,17 +163,17 @@ def parse_header(head: bytes) -> ShardHeader:
     _expect("hidden_states.data_offsets", hidden.get("data_offsets"), [0, middle])
     _expect("token_ids", tokens, {"dtype": "I64", "shape": [rows], "data_offsets": [middle, middle + 8 * rows]})
     _expect("tensors", sorted(fields), ["__metadata__", "hidden_states", "token_ids"])
-    _expect("number of layer ids", _count(metadata.get("layer_ids", "")), slots)
+    _expect("number of layer ids", len(_layer_ids(metadata.get("layer_ids", ""))), slots)
     if min(rows, slots, width) < 1:
         raise ShardError(f"hidden_states has shape {[rows, slots, width]}, every size must be 1 or more")
     return header
 
 
-def _count(layer_ids: str) -> int:
+def _layer_ids(text: str) -> tuple[int, ...]:
     try:
-        return len(json.loads(layer_ids))
-    except (ValueError, TypeError) as error:
-        raise ShardError(f"layer_ids {layer_ids!r} is not a JSON list") from error
+        return msgspec.json.decode(text, type=tuple[int, ...])
+    except msgspec.MsgspecError as error:
+        raise ShardError(f"layer_ids {text[:64]!r} is not a JSON list of layer ids") from error
 
 
 def _expect(name: str, got: object, wanted: object) -> None:
@@ -255,8 +255,12 @@ class ShardWriter:
         status = os.fstat(self._fd)
         path = folder / f"{self.metadata['capture_id']}.safetensors"
         self.path.rename(path)
-        if durable:
-            _sync_folder(folder)
+        try:
+            if durable:
+                _sync_folder(folder)
+        except OSError:
+            path.unlink()
+            raise
         self._close()
         return Published(path, self.metadata["data_hash"], status.st_size, status.st_mtime_ns)
 

@@ -26,13 +26,13 @@ from server.rings import Ring
 from server.shards import ShardWriter
 from server.verdict import Judge
 
-__all__ = ["MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "read_producer"]
+__all__ = ["LARGEST", "MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "read_producer"]
 
 MAX_ROW_BYTES = 64 << 20
 """A longer row is refused: one row is judged in memory."""
 MAX_NAME_BYTES = 4096
 MAX_REQUEST_ID_BYTES = 64 << 10
-_LARGEST = 2**53
+LARGEST = 2**53
 
 
 @dataclass
@@ -97,7 +97,7 @@ def _check_producer(producer: Producer) -> None:
         )
     if producer.hidden_size < 1:
         raise unprocessable("hidden_size", f"hidden_size is {producer.hidden_size}, it must be 1 or more")
-    if producer.row_bytes > MAX_ROW_BYTES or producer.num_layers > _LARGEST:
+    if producer.row_bytes > MAX_ROW_BYTES or producer.num_layers > LARGEST:
         raise unprocessable("hidden_size", f"a row has {producer.row_bytes} bytes, the most is {MAX_ROW_BYTES}")
     for name in ("engine_id", "model", "model_revision", "vllm_version"):
         length = len(getattr(producer, name).encode())
@@ -109,9 +109,9 @@ def check_info(info: CaptureInfo) -> str:
     """What is wrong with a capture's own description, or nothing."""
     if not is_capture_id(info.capture_id):
         return f"capture id {info.capture_id[:64]!r} is not 32 lower-case hex digits"
-    if not 0 <= info.num_prompt_tokens <= _LARGEST:
+    if not 0 <= info.num_prompt_tokens <= LARGEST:
         return f"num_prompt_tokens is {info.num_prompt_tokens}"
-    if not 0 <= info.created <= _LARGEST:
+    if not 0 <= info.created <= LARGEST:
         return f"created is {info.created}, not seconds since the epoch"
     if len(info.request_id.encode()) > MAX_REQUEST_ID_BYTES:
         return f"the request id has more than {MAX_REQUEST_ID_BYTES} bytes"

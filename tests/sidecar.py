@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from server.listen import SidecarServer, listen, url_of
+from server.listen import SidecarServer, listen, public_url_of, url_of
 from server.service import Sidecar
 from server.settings import Settings
 
@@ -31,7 +31,7 @@ class SidecarThread:
         self._sockets = listen(self.settings)
         self.url = url_of(self._sockets)
         try:
-            self.app = Sidecar(self.settings, self.url)
+            self.app = Sidecar(self.settings, public_url_of(self._sockets))
         except BaseException:
             self._close_sockets()
             raise
@@ -121,7 +121,7 @@ def start_sidecar(store: Path, **settings: Any) -> SidecarThread:
 
 
 def start_sidecar_process(store: Path, **settings: Any) -> SidecarProcess:
-    """A running `hsconnector serve`; `settings` become command-line options. `url` is empty where it could not start."""
+    """A running `hsconnector serve`; `settings` become options. `url` is empty where it could not start."""
     return SidecarProcess(Path(store), **settings)
 
 

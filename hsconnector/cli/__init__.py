@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": "Run `vllm serve` with everything set for extraction.",
     "plan": "Say what the engine's KV cache will do, before taking GPUs.",
     "show": "Show one capture, a shard file or the latest captures.",
+    "reindex": "Rebuild a store's index from its shards.",
     "verify": "Compare captures with a Hugging Face forward pass.",
 }
 """Each name is a module of this package that holds a function of the same name."""

@@ -14,6 +14,8 @@ from hsconnector.errors import SettingsError, StoreError
 
 __all__ = ["serve"]
 
+log = logging.getLogger("hsconnector.server")
+
 
 def serve(
     store: Annotated[Path | None, typer.Option(help="Folder of the shards; made if missing.")] = None,
@@ -45,7 +47,7 @@ def serve(
 
 def _run(config: Path | None, given: dict[str, Any]) -> None:
     try:
-        from server.listen import SidecarServer, listen, url_of
+        from server.listen import SidecarServer, listen, public_url_of, url_of
         from server.service import Sidecar
         from server.settings import load
     except ModuleNotFoundError as error:
@@ -59,8 +61,10 @@ def _run(config: Path | None, given: dict[str, Any]) -> None:
     except OSError as error:
         where = f"{settings.host}:{settings.port}" + (f" and {settings.uds}" if settings.uds else "")
         raise _could_not_start(f"cannot listen on {where}: {error.strerror or error}") from error
+    if settings.reaches_beyond_loopback() and not settings.public_url:
+        log.warning("handles say %s, which only this host can reach: set --public-url", public_url_of(sockets))
     try:
-        sidecar = Sidecar(settings, url_of(sockets))
+        sidecar = Sidecar(settings, public_url_of(sockets))
     except StoreError as error:
         raise _could_not_start(str(error)) from error
     where = " and ".join(url_of([bound]) for bound in sockets)

@@ -1,0 +1,31 @@
+"""`hsconnector reindex`: the index of a store, rebuilt from its shards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hsconnector.errors import SettingsError
+
+__all__ = ["reindex"]
+
+
+def reindex(
+    store: Annotated[Path, typer.Option(help="Folder of the shards; no sidecar may be running on it.")],
+) -> None:
+    """Reads and hashes every shard of a store and makes the index say what is there.
+
+    Failures and deletions, which have no shard, stay as the index has them.
+    """
+    try:
+        from server.recovery import reindex_store
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{error.name} is missing: pip install 'hsconnector[serve]'") from error
+    if not (store / "captures").is_dir():
+        raise SettingsError(f"{store} is not a store: it has no folder captures")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    whole, damaged = reindex_store(store.absolute())
+    typer.echo(f"{whole} whole shards, {damaged} damaged files moved aside")
