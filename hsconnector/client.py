@@ -35,6 +35,7 @@ from hsconnector.errors import (
     CapturePending,
     CaptureQuarantined,
     SettingsError,
+    ShardError,
     SidecarRefused,
     SidecarUnreachable,
     StoreError,
@@ -138,6 +139,7 @@ class _Page(msgspec.Struct, frozen=True):
 class _Error(msgspec.Struct, frozen=True):
     message: str = ""
     type: str = ""
+    reason: str = ""
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -216,6 +218,8 @@ class Client:
             query = _view(record, layers, None if rows is None else (start, stop), quarantined)
             body = self._download(self._capture_url(handle) + "/tensors", query, record.capture_id)
             capture = replace(read(parse_shard, body, name=f"capture {record.capture_id}"), first_row=start)
+            if capture.capture_id != record.capture_id:
+                raise ShardError(f"asked for capture {record.capture_id}, the sidecar sent {capture.capture_id!r}")
         return replace(capture, verdict=record.verdict)
 
     def record(self, handle: str | CaptureRecord, *, wait: float = 0.0) -> CaptureRecord:
@@ -404,8 +408,8 @@ def _raise_for_status(answer: httpx.Response, name: str) -> None:
     except msgspec.MsgspecError:
         error = _Error(message=answer.text[:200] or answer.reason_phrase)
     if answer.status_code in _CAPTURE_ERRORS:
-        raise _CAPTURE_ERRORS[answer.status_code](error.message, capture_id=name, reason=error.type)
+        raise _CAPTURE_ERRORS[answer.status_code](error.message, capture_id=name, reason=error.reason)
     if answer.status_code == 424:
         kind = CaptureQuarantined if "quarantine" in error.type else CaptureFailed
-        raise kind(error.message, capture_id=name, reason=error.type)
+        raise kind(error.message, capture_id=name, reason=error.reason)
     raise SidecarRefused(f"{answer.request.url.copy_with(query=None)} answered {answer.status_code}: {error.message}")
