@@ -15,6 +15,7 @@ Intended differences, each with its own test below:
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from hsconnector.errors import LayoutError
+from hsconnector.layout.capacity import capacity, pool_bytes_per_block
 from hsconnector.layout.granularity import (
     check_granularity,
     global_block_size,
@@ -143,6 +145,30 @@ def test_pages_alignment_and_bytes_per_block_are_the_engines(specs: dict[str, An
     for group, own in zip(theirs, groups or (), strict=True):
         assert own.spec.page_size_bytes == group.kv_cache_spec.page_size_bytes
         assert own.spec.prefix_cacheable == group.kv_cache_spec.prefix_cacheable
+    layout = KVCacheLayout.BLHNC if packed else KVCacheLayout.LBHNC
+    assert pool_bytes_per_block(groups or (), block_outermost=packed) == engine._get_kv_cache_bytes_per_block(
+        theirs, layout
+    )
+
+
+@settings(fast, max_examples=max(EXAMPLES // 4, 50))
+@given(spec_sets() | scaled_sets(), st.integers(1, 10_000), st.integers(1, 4_096), st.sampled_from(["none", "align"]))
+def test_what_one_request_takes_is_the_engines(
+    specs: dict[str, Any], length: int, in_flight: int, mamba_mode: str
+) -> None:
+    specs = {
+        name: replace(spec, mamba_cache_mode=mamba_mode) if isinstance(spec, interface.MambaSpec) else spec
+        for name, spec in specs.items()
+    }
+    groups = engine_groups(specs)
+    assume(groups is not None)
+    setup = config()
+    setup.model_config = SimpleNamespace(max_model_len=length)
+    setup.max_in_flight_tokens = in_flight
+    setup.cache_config.mamba_cache_mode = mamba_mode
+    theirs = engine._max_memory_usage_bytes_from_groups(setup, engine.get_kv_cache_groups(config(), dict(specs)))
+    ours = capacity(groups or (), max_model_len=length, in_flight_tokens=in_flight)
+    assert ours.bytes_per_block * ours.blocks_per_request == theirs
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 70))
