@@ -32,6 +32,7 @@ from hsconnector.cli.show import readable_bytes
 from hsconnector.cli.verify import Report, check, sentence
 from hsconnector.client import CaptureRecord, Client
 from hsconnector.errors import CaptureError, HSConnectorError
+from hsconnector.reference import ReferenceModel
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"
@@ -39,6 +40,7 @@ BIN = Path(sys.executable).parent
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LAYERS = "eagle3"
 console = Console(highlight=False)
+BEGAN = time.monotonic()
 
 
 class DemoFailed(Exception):
@@ -53,7 +55,7 @@ class Ask:
     stream: bool = False
     n: int = 1
     stop: str | None = None
-    max_tokens: int = 24
+    max_tokens: int = 16
 
     @property
     def kind(self) -> str:
@@ -63,7 +65,7 @@ class Ask:
 
 
 LONG = "Summarise this in one sentence: " + " ".join(
-    f"On day {day} the ship sailed {day * 7 % 40} miles and the crew saw {day % 5} whales." for day in range(1, 60)
+    f"On day {day} the ship sailed {day * 7 % 40} miles and the crew saw {day % 5} whales." for day in range(1, 40)
 )
 ASKS = [
     Ask("What is the capital of France?"),
@@ -174,14 +176,33 @@ def run(model: Path, started: Started) -> list[Row]:
     hsconnector = str(BIN / "hsconnector")
     started.start("sidecar", [hsconnector, "serve", "--store", str(WORK / "store"), "--port", str(sidecar_port)])
     started.start("engine", engine_command(hsconnector, model, sidecar, engine_port), VLLM_CPU_KVCACHE_SPACE="1")
-    with console.status("starting the sidecar and the engine (half a minute to one)"):
-        wait_for(f"{sidecar}/readyz", started, 60)
-        wait_for(f"{engine}/health", started, 600)
-    dataset = time.strftime("demo-%Y%m%d-%H%M%S")
-    with console.status(f"sending {len(ASKS)} chat prompts"):
-        send_all(engine, dataset)
-    with Client(sidecar) as client, console.status("comparing with Hugging Face"):
-        return [row for number, ask in enumerate(ASKS) for row in rows_of(client, dataset, number, ask, model)]
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_reference, model)
+        with console.status("starting the sidecar and the engine (half a minute to one)"):
+            wait_for(f"{sidecar}/readyz", started, 60)
+            wait_for(f"{engine}/health", started, 600)
+        progress("the engine is ready")
+        dataset = time.strftime("demo-%Y%m%d-%H%M%S")
+        with console.status(f"sending {len(ASKS)} chat prompts"):
+            send_all(engine, dataset)
+        progress(f"{len(ASKS)} chat prompts are answered")
+        with Client(sidecar) as client, console.status("comparing with Hugging Face"):
+            reference = loading.result()
+            rows = [row for number, ask in enumerate(ASKS) for row in rows_of(client, dataset, number, ask, reference)]
+    progress("the captures are compared with Hugging Face")
+    return rows
+
+
+def load_reference(model: Path) -> ReferenceModel:
+    """Hugging Face's model, loaded while the engine starts."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return ReferenceModel(model)
+
+
+def progress(what: str) -> None:
+    console.print(f"{time.monotonic() - BEGAN:4.0f} s  {what}")
 
 
 def engine_command(hsconnector: str, model: Path, sidecar: str, port: int) -> list[str]:
@@ -256,7 +277,7 @@ class Row:
     problem: str = ""
 
 
-def rows_of(client: Client, dataset: str, number: int, ask: Ask, model: Path) -> Iterator[Row]:
+def rows_of(client: Client, dataset: str, number: int, ask: Ask, reference: ReferenceModel) -> Iterator[Row]:
     """The captures of one request, found by the sample id that it carried: a stream's answer brings no handle."""
     found = client.find(dataset=dataset, sample_id=sample_id(number))
     if len(found) != ask.n:
@@ -264,35 +285,25 @@ def rows_of(client: Client, dataset: str, number: int, ask: Ask, model: Path) ->
     for record in found:
         record = client.wait(record)
         try:
-            yield Row(ask, record, check(client.fetch(record), reference(model)))
+            yield Row(ask, record, check(client.fetch(record), reference))
         except CaptureError as error:
             yield Row(ask, record, None, str(error))
 
 
-def reference(model: Path) -> Any:
-    if model not in _references:
-        from hsconnector.reference import ReferenceModel
-
-        _references[model] = ReferenceModel(model)
-    return _references[model]
-
-
-_references: dict[Path, Any] = {}
-
-
 def print_end(model: Path, rows: list[Row]) -> int:
-    table = Table("request", "", "rows", "slots", "bytes", "verdict", "largest difference from Hugging Face", box=None)
+    table = Table("request", "", "rows", "slots", "bytes", "verdict", box=None)
+    table.add_column("largest difference\nfrom Hugging Face", justify="right")
+    table.add_column("of the row's\nlargest value", justify="right")
     for row in rows:
         table.add_row(
-            row.record.sample_id,
+            row.ask.prompt if len(row.ask.prompt) < 24 else row.ask.prompt[:22] + "…",
             row.ask.kind,
             str(row.record.num_rows),
             str(len(row.record.layer_ids)),
             readable_bytes(row.record.size),
             "sound" if row.record.state == "ready" and not row.record.unsound else str(row.record.state),
-            f"{row.report.largest:.1e} ({row.report.largest_relative:.1e} of the row's largest value)"
-            if row.report
-            else "",
+            f"{row.report.largest:.1e}" if row.report else "",
+            f"{row.report.largest_relative:.1e}" if row.report else "",
         )
     console.print(table)
     for row in rows:
@@ -307,12 +318,13 @@ def print_end(model: Path, rows: list[Row]) -> int:
 
 def next_commands(model: Path) -> list[str]:
     store, hsconnector = shown(WORK / "store"), shown(BIN / "hsconnector")
+    space = "" if has_gpu_engine() else "VLLM_CPU_KVCACHE_SPACE=1 "
+    dtype = "bfloat16" if has_gpu_engine() else "float32"
     return [
-        f"{hsconnector} serve --store {store}",
-        f"{hsconnector} launch {shown(model)} --layers {LAYERS} --dtype float32 --max-model-len 2048 --enforce-eager",
-        f"{hsconnector} show",
-        f"{hsconnector} verify {store} --n 4",
-        f"ls -l {store}/captures/*/",
+        f"{hsconnector} verify {store} --n 4            # these captures again",
+        f"{hsconnector} serve --store {store}           # the sidecar, in a terminal of its own",
+        f"{hsconnector} show                                 # what it holds",
+        f"{space}{hsconnector} launch {shown(model)} --dtype {dtype} --max-model-len 2048 --enforce-eager",
     ]
 
 
