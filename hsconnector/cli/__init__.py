@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": "Run the sidecar: take captures, store and serve them.",
     "launch": "Run `vllm serve` with everything set for extraction.",
     "plan": "Say what the engine's KV cache will do, before taking GPUs.",
+    "train": "Run `speculators train` with its samples from a sidecar.",
     "show": "Show one capture, a shard file or the latest captures.",
     "reindex": "Rebuild a store's index from its shards.",
     "verify": "Compare captures with a Hugging Face forward pass.",

@@ -1,0 +1,275 @@
+"""The hidden-states backend `hsconnector` of speculators: its trainer reads captures from a sidecar.
+
+`hsconnector train …` registers it and runs `speculators train …`. Made for speculators and hs-connectors 0.9.
+
+A sample that is stored already is found by the content hash of its row, so that neither file names nor the order of
+rows matter; any other is asked of the engine by the trainer, and its handle leads here. Either way the checksum, the
+model, the layers and the norm are checked: the trainer itself would train on wrong layers without a word.
+
+The sidecar's key is taken from `HSC_API_KEY`, in each data-loading process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+
+from hsconnector.client import DEFAULT_URL, Capture, CaptureRecord, Client
+from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
+from hsconnector.integrations.target_layers import TargetLayers, parse_layer_ids, target_layers_of
+from hsconnector.protocol import CaptureState, content_hash, is_capture_id
+
+__all__ = ["NAME", "SidecarBackend", "SidecarTransfer", "Source", "register"]
+
+NAME = "hsconnector"
+
+log = logging.getLogger("speculators.hsconnector")
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where captures come from and which ones; plain data, so that spawned workers get it too."""
+
+    data_path: str
+    """The Arrow data set whose rows are asked for."""
+    model: str
+    """As the engine names it in its captures."""
+    layers: TargetLayers
+    captured: tuple[int, ...]
+    """The layer ids the engine captured, ascending; part of the content hash."""
+    url: str = DEFAULT_URL
+    revision: str = ""
+    lora: str = ""
+    wait_s: float = 120.0
+    """How long a capture may take to be final, and the sidecar to come back."""
+    keep: bool = False
+    """Generated captures stay in the store, and are found in the next epoch."""
+
+
+class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
+    """Samples from one sidecar. Travels pickled to data-loading workers, each of which opens its own connection."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._client: Client | None = None
+        self._rows: Any = None
+        self._hinted = False
+
+    def __getstate__(self) -> Source:
+        return self.source
+
+    def __setstate__(self, source: Source) -> None:
+        self.__init__(source)  # type: ignore[misc]
+
+    def setup(self) -> None:
+        """Opens the connection; called again, does nothing."""
+        if self._client is None:
+            self._client = Client(self.source.url)
+
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
+        """The sample of row `file_idx`: `hidden_states` `[T, L, H]`, `token_ids` `[T]`; None where none is stored.
+
+        Raises SettingsError where the capture is not what this run reads, ShardError where it is damaged.
+        """
+        digest = self.content_hash(file_idx)
+        record = self._patiently(lambda client: _newest(client, digest))
+        if record is None:
+            self._hint(file_idx)
+            return None
+        try:
+            return self._sample(record)
+        except CaptureExpired:
+            return None
+
+    def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The sample that the engine has just computed, once it is final.
+
+        Raises CaptureFailed, CaptureQuarantined, CapturePending or SidecarUnreachable, on which the trainer asks the
+        engine again, and what `get_cached` raises.
+        """
+        handle = hs_transfer_params.get("handle") or hs_transfer_params.get("hidden_states_path") or ""
+        capture_id = hs_transfer_params.get("capture_id") or capture_id_of(handle)
+        wait = self.source.wait_s
+        try:
+            return self._sample(self._patiently(lambda client: client.wait(capture_id, wait)))
+        except CaptureNotFound as error:
+            raise SettingsError(
+                f"the sidecar at {self.source.url} has not heard of capture {capture_id} within {wait:g} s, the "
+                f"engine's answer says {handle}: name this engine's sidecar in --hsc-url"
+            ) from error
+
+    def delete(self, handle: str) -> None:
+        """The trainer has the sample in memory: its capture is removed, unless captures are to be kept."""
+        capture_id = capture_id_of(handle)
+        if not self.source.keep:
+            self._patiently(lambda client: client.delete(capture_id))
+
+    def content_hash(self, row: int) -> str:
+        """What a capture of this row's tokens is found by."""
+        source = self.source
+        return content_hash(
+            model=source.model,
+            model_revision=source.revision,
+            layer_ids=source.captured,
+            lora=source.lora,
+            mm_hashes=(),
+            token_ids=self._token_ids(row),
+        )
+
+    def _token_ids(self, row: int) -> bytes:
+        if self._rows is None:
+            from datasets import load_from_disk
+
+            self._rows = load_from_disk(self.source.data_path).with_format("numpy", columns=["input_ids"])
+        return bytes(self._rows[row]["input_ids"].astype("<i8").tobytes())
+
+    def _sample(self, record: CaptureRecord) -> dict[str, torch.Tensor]:
+        source, name = self.source, f"capture {record.capture_id}"
+        if record.state is CaptureState.READY:
+            _check_model(name, record.model, source.model)
+            source.layers.check(name, record.layer_ids, record.num_layers)
+        layers = None if record.layer_ids == source.layers.captured else source.layers.captured
+        capture = self._patiently(lambda client: client.fetch(record, layers=layers))
+        _check_norm(name, capture)
+        return {"hidden_states": source.layers.of(capture), "token_ids": capture.token_ids}
+
+    def _patiently(self, ask: Callable[[Client], _T]) -> _T:
+        """A call to a sidecar that may be restarting."""
+        deadline, pause = time.monotonic() + self.source.wait_s, _FIRST_PAUSE_S
+        while True:
+            self.setup()
+            try:
+                return ask(self._client)  # type: ignore[arg-type]
+            except SidecarUnreachable as error:
+                if time.monotonic() + pause > deadline:
+                    raise
+                log.warning("%s; trying again in %g s", error, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def _hint(self, row: int) -> None:
+        """Once, at the first row that is not stored: what is stored instead, if it looks like a mistaken option."""
+        if self._hinted:
+            return
+        self._hinted = True
+        source = self.source
+        found = self._patiently(lambda client: next(client.captures(page_size=1, state=CaptureState.READY), None))
+        if found is None:
+            log.info("the sidecar at %s holds no captures yet", source.url)
+            return
+        wanted = (source.model, source.revision, source.captured, source.lora)
+        if (found.model, found.model_revision, found.layer_ids, found.lora) != wanted:
+            log.warning(
+                "row %d is not stored under model %r, revision %r, layers %s, adapter %r; the newest capture at %s has "
+                "%r, %r, %s, %r: set --hsc-model, --hsc-revision, --hsc-layers or --hsc-lora if that is what you want",
+                *(row, source.model, source.revision, list(source.captured), source.lora, source.url),
+                *(found.model, found.model_revision, list(found.layer_ids), found.lora),
+            )
+
+
+class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
+    """What speculators asks of a backend; its parser takes plain typed options only."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        """The options of `speculators train`."""
+        parser.add_argument("--hsc-url", type=str, default=DEFAULT_URL, help="The sidecar: http://... or unix:///...")
+        parser.add_argument(
+            "--hsc-model", type=str, default="", help="The model as the engine names it; default: the verifier."
+        )
+        parser.add_argument("--hsc-revision", type=str, default="", help="The revision the engine was started with.")
+        parser.add_argument(
+            "--hsc-layers", type=str, default="", help="The layers the engine captures, if more than are trained on."
+        )
+        parser.add_argument("--hsc-lora", type=str, default="", help="The adapter that was captured.")
+        parser.add_argument(
+            "--hsc-wait", type=float, default=120.0, help="Seconds to wait for a capture or a restarting sidecar."
+        )
+        parser.add_argument(
+            "--hsc-keep",
+            type=str,
+            choices=["no", "yes"],
+            default="no",
+            help="Keep what was generated for later epochs.",
+        )
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        """The options of their launch script."""
+        parser.add_argument("--hsc-url", type=str, default=DEFAULT_URL, help="The sidecar: http://... or unix:///...")
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> SidecarTransfer:
+        """The transfer of a run; raises SettingsError."""
+        layers = target_layers_of(args)
+        captured = parse_layer_ids(args.hsc_layers) if args.hsc_layers else layers.captured
+        layers.check("an engine started with --hsc-layers", captured, layers.last)
+        return SidecarTransfer(
+            Source(
+                data_path=data_path,
+                model=args.hsc_model or args.verifier_name_or_path,
+                layers=layers,
+                captured=captured,
+                url=args.hsc_url,
+                revision=args.hsc_revision,
+                lora=args.hsc_lora,
+                wait_s=args.hsc_wait,
+                keep=args.hsc_keep == "yes",
+            )
+        )
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """`--kv-transfer-config` of an engine that streams to the sidecar."""
+        return {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "hsconnector.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"sidecar": args.hsc_url},
+        }
+
+
+def register() -> None:
+    """Makes the backend known to speculators; before `speculators.train.config.resolution` is imported."""
+    if HiddenStatesBackend.registry.get(NAME) is not SidecarBackend:
+        HiddenStatesBackend.register(NAME)(SidecarBackend)
+
+
+def capture_id_of(handle: str) -> str:
+    """The capture that a handle, or the path of its shard, names; raises SettingsError."""
+    name = PurePosixPath(urlsplit(handle).path).name.removesuffix(".safetensors")
+    if not is_capture_id(name):
+        raise SettingsError(f"{handle!r} is no handle of hsconnector: does the engine use its connector?")
+    return name
+
+
+def _newest(client: Client, digest: str) -> CaptureRecord | None:
+    return next(client.captures(page_size=1, content_hash=digest, state=CaptureState.READY), None)
+
+
+def _check_model(name: str, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise SettingsError(
+            f"{name} is of model {found!r}, this run is for {wanted!r}: if both are one checkpoint, add "
+            f"--hsc-model {found}"
+        )
+
+
+def _check_norm(name: str, capture: Capture) -> None:
+    norm = capture.metadata.get("last_layer_norm")
+    if norm != "pre":
+        raise ShardError(
+            f"{name} says last_layer_norm {norm!r}; the trainer applies the final norm itself: needs 'pre'"
+        )
