@@ -148,7 +148,7 @@ class Rig:
         self.cache = torch.full((self.num_blocks, self.block_size, SLOTS, HIDDEN), -1.0)
         self.transport = InMemoryTransport()
         row_bytes = SLOTS * HIDDEN * 4
-        self.settings = _with_ring(self.settings, max(1 << 16, self.ring_rows * row_bytes))
+        self.settings = _with_ring(self.settings, self.ring_rows * row_bytes)
         producer = Producer(
             engine_id="rig",
             model="rig",
