@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +24,8 @@ from typing import Any
 
 import httpx
 from openai import OpenAI
+from rich.cells import set_cell_size
 from rich.console import Console
-from rich.table import Table
 
 from hsconnector.cli.show import readable_bytes
 from hsconnector.cli.verify import Report, check, sentence
@@ -115,14 +114,17 @@ class Started:
     def stop(self) -> None:
         """The engine first, so that it still finds the sidecar."""
         while self.running:
-            _, process, _ = self.running.pop()
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self.stop_last()
+
+    def stop_last(self) -> None:
+        """SIGTERM, and after half a minute SIGKILL, which whatever it started gets as well."""
+        _, process, _ = self.running.pop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> int:
@@ -186,9 +188,12 @@ def run(model: Path, started: Started) -> list[Row]:
         with console.status(f"sending {len(ASKS)} chat prompts"):
             send_all(engine, dataset)
         progress(f"{len(ASKS)} chat prompts are answered")
-        with Client(sidecar) as client, console.status("comparing with Hugging Face"):
-            reference = loading.result()
-            rows = [row for number, ask in enumerate(ASKS) for row in rows_of(client, dataset, number, ask, reference)]
+        with Client(sidecar) as client:
+            records = [found for number, ask in enumerate(ASKS) for found in captures_of(client, dataset, number, ask)]
+            started.stop_last()  # two cores are few
+            with console.status("comparing with Hugging Face"):
+                reference = loading.result()
+                rows = [compared(client, ask, record, reference) for ask, record in records]
     progress("the captures are compared with Hugging Face")
     return rows
 
@@ -277,35 +282,35 @@ class Row:
     problem: str = ""
 
 
-def rows_of(client: Client, dataset: str, number: int, ask: Ask, reference: ReferenceModel) -> Iterator[Row]:
+def captures_of(client: Client, dataset: str, number: int, ask: Ask) -> list[tuple[Ask, CaptureRecord]]:
     """The captures of one request, found by the sample id that it carried: a stream's answer brings no handle."""
     found = client.find(dataset=dataset, sample_id=sample_id(number))
     if len(found) != ask.n:
         raise DemoFailed(f"{sample_id(number)} has {len(found)} captures instead of {ask.n}; the logs are in {WORK}")
-    for record in found:
-        record = client.wait(record)
-        try:
-            yield Row(ask, record, check(client.fetch(record), reference))
-        except CaptureError as error:
-            yield Row(ask, record, None, str(error))
+    return [(ask, client.wait(record)) for record in found]
+
+
+def compared(client: Client, ask: Ask, record: CaptureRecord, reference: ReferenceModel) -> Row:
+    try:
+        return Row(ask, record, check(client.fetch(record), reference))
+    except CaptureError as error:
+        return Row(ask, record, None, str(error))
 
 
 def print_end(model: Path, rows: list[Row]) -> int:
-    table = Table("request", "", "rows", "slots", "bytes", "verdict", box=None)
-    table.add_column("largest difference\nfrom Hugging Face", justify="right")
-    table.add_column("of the row's\nlargest value", justify="right")
+    print_line("request", "", "rows", "slots", "bytes", "verdict", "largest difference", "relative")
+    print_line("", "", "", "", "", "", "from Hugging Face", "")
     for row in rows:
-        table.add_row(
-            row.ask.prompt if len(row.ask.prompt) < 24 else row.ask.prompt[:22] + "…",
+        print_line(
+            row.ask.prompt,
             row.ask.kind,
             str(row.record.num_rows),
             str(len(row.record.layer_ids)),
             readable_bytes(row.record.size),
             "sound" if row.record.state == "ready" and not row.record.unsound else str(row.record.state),
-            f"{row.report.largest:.1e}" if row.report else "",
-            f"{row.report.largest_relative:.1e}" if row.report else "",
+            f"{row.report.largest:.1e}" if row.report else "none",
+            f"{row.report.largest_relative:.1e}" if row.report else "none",
         )
-    console.print(table)
     for row in rows:
         if row.report is None or not row.report.ok:
             console.print(row.problem or sentence(row.report), markup=False, style="red", soft_wrap=True)
@@ -314,6 +319,13 @@ def print_end(model: Path, rows: list[Row]) -> int:
     for line in next_commands(model):
         console.print(f"    {line}", markup=False, soft_wrap=True)
     return 0 if verified == len(rows) else 1
+
+
+def print_line(request: str, *cells: str) -> None:
+    """One line of 100 columns; the request is cut to what they leave."""
+    kind, rows, slots, size, verdict, largest, relative = cells
+    line = f"{set_cell_size(request, 30)} {kind:<8} {rows:>4} {slots:>5} {size:>7}  {verdict:<11} {largest:>18} {relative:>8}"
+    console.print(line, markup=False, soft_wrap=True)
 
 
 def next_commands(model: Path) -> list[str]:
