@@ -324,8 +324,8 @@ def print_end(model: Path, rows: list[Row]) -> int:
 def print_line(request: str, *cells: str) -> None:
     """One line of 100 columns; the request is cut to what they leave."""
     kind, rows, slots, size, verdict, largest, relative = cells
-    line = f"{set_cell_size(request, 30)} {kind:<8} {rows:>4} {slots:>5} {size:>7}  {verdict:<11} {largest:>18} {relative:>8}"
-    console.print(line, markup=False, soft_wrap=True)
+    about = f"{set_cell_size(request, 30)} {kind:<8} {rows:>4} {slots:>5} {size:>7}"
+    console.print(f"{about}  {verdict:<11} {largest:>18} {relative:>8}", markup=False, soft_wrap=True)
 
 
 def next_commands(model: Path) -> list[str]:
@@ -333,9 +333,9 @@ def next_commands(model: Path) -> list[str]:
     space = "" if has_gpu_engine() else "VLLM_CPU_KVCACHE_SPACE=1 "
     dtype = "bfloat16" if has_gpu_engine() else "float32"
     return [
-        f"{hsconnector} verify {store} --n 4            # these captures again",
-        f"{hsconnector} serve --store {store}           # the sidecar, in a terminal of its own",
-        f"{hsconnector} show                                 # what it holds",
+        f"{hsconnector} verify {store} --n 4  # these captures again",
+        f"{hsconnector} serve --store {store}  # the sidecar, in a terminal of its own",
+        f"{hsconnector} show  # what it holds",
         f"{space}{hsconnector} launch {shown(model)} --dtype {dtype} --max-model-len 2048 --enforce-eager",
     ]
 
