@@ -52,7 +52,8 @@ class Gate:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
-        key = self.ingest_key if scope["path"] in INGEST_PATHS else self.key
+        ingests = scope["path"] in INGEST_PATHS and scope["method"] == "POST"
+        key = self.ingest_key if ingests else self.key
         headers = Headers(scope=scope)
         if key is not None and not _bears(headers.get("authorization", ""), key):
             await self.refuse(

@@ -7,11 +7,12 @@ any thread reads. What was put but could not be committed (a full disk) is still
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,19 @@ class Catalog:
         query = f"SELECT record FROM captures {where}ORDER BY capture_id {order} LIMIT ?"
         records = self._records(query, (*values, limit + 1))
         return Page(records[:limit], records[limit - 1].capture_id if len(records) > limit else None)
+
+    def with_content(self, hashes: Sequence[str]) -> list[Record]:
+        """The captures of these content hashes, oldest first, whatever their state."""
+        found = self._records(
+            "SELECT record FROM captures WHERE content_hash != '' AND content_hash IN (SELECT value FROM json_each(?))",
+            (json.dumps(list(hashes)),),
+        )
+        records = {record.capture_id: record for record in found}
+        wanted = frozenset(hashes)
+        for record in list(self._pending.values()):
+            if record.content_hash in wanted:
+                records[record.capture_id] = record
+        return [records[capture_id] for capture_id in sorted(records)]
 
     def folder(self, folder: str) -> dict[str, Record]:
         """The captures whose shards lie in one two-digit folder."""

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from hsconnector.protocol import (
     MAX_MESSAGES_BYTES,
     BatchAnswer,
     CaptureState,
+    Producer,
     ProducerAccepted,
     decode_batch,
     is_capture_id,
@@ -140,6 +141,14 @@ class Sidecar:
         """A page of captures."""
         ask = functools.partial(self.catalog.page, wanted, limit=limit, cursor=cursor, oldest_first=oldest_first)
         return await asyncio.to_thread(ask)
+
+    async def with_content(self, hashes: Sequence[str]) -> list[Record]:
+        """The captures of these content hashes, oldest first."""
+        return await asyncio.to_thread(self.catalog.with_content, hashes)
+
+    def producers(self) -> list[Producer]:
+        """What the open streams say of themselves."""
+        return [stream.producer for stream in list(self._ingest.streams.values())]
 
     async def delete(self, capture_id: str) -> None:
         """Removes a capture; nothing changes where that was done before."""

@@ -1,0 +1,60 @@
+"""Which contents are here, and which engines send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.routes.deps import Served
+
+__all__ = ["router"]
+
+MAX_HASHES = 1000
+SHOWN = (
+    "capture_id",
+    "state",
+    "reason",
+    "detail",
+    "content_hash",
+    "dataset",
+    "sample_id",
+    "num_rows",
+    "created",
+    "size",
+    "handle",
+    "path",
+)
+
+router = APIRouter(tags=["captures"])
+
+
+class Lookup(BaseModel):
+    """What is looked up."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    content_hashes: Annotated[
+        list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]],
+        Field(max_length=MAX_HASHES, description="SHA-256 digests as `hsconnector.protocol.content_hash` makes them."),
+    ]
+
+
+@router.post("/v1/captures:lookup")
+async def look_up(wanted: Lookup, sidecar: Served) -> JSONResponse:
+    """The captures of these contents, oldest first, whatever their state; a content that is not here has none."""
+    records = await sidecar.with_content(wanted.content_hashes)
+    described = [sidecar.describe(record) for record in records]
+    return JSONResponse({"object": "list", "data": [{name: each[name] for name in SHOWN} for each in described]})
+
+
+@router.get("/v1/producers")
+async def list_producers(sidecar: Served) -> JSONResponse:
+    """The engines whose streams are open: model, layers and geometry."""
+    data: list[dict[str, Any]] = [msgspec.to_builtins(producer) for producer in sidecar.producers()]
+    for producer in data:
+        del producer["ring"]
+    return JSONResponse({"object": "list", "data": data})
