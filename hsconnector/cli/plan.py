@@ -152,9 +152,13 @@ def plan_as_text(made: Plan, command: list[str]) -> str:
     if made.defects:
         parts.append(_defects(made))
     if made.refused is not None:
-        parts.append("\n".join(["REFUSED", *_wrapped(made.refused), *(f"  try: {each}" for each in made.helps)]))
+        parts.append(
+            "\n".join(
+                ["REFUSED", *_wrapped(made.refused), *(w for each in made.helps for w in _wrapped(f"try: {each}"))]
+            )
+        )
     if made.assumptions:
-        parts.append("\n".join(["Assumed", *(f"  {each}" for each in made.assumptions)]))
+        parts.append("\n".join(["Assumed", *(line for each in made.assumptions for line in _wrapped(each))]))
     parts.append("Serve\n" + "\n".join("  " + line for line in printable(command).splitlines()))
     return "\n\n".join(parts)
 
@@ -176,7 +180,7 @@ def _heading(made: Plan) -> str:
 
 
 def _groups(made: Plan) -> str:
-    rows = [("group", "kind", "layers", "tokens/block", "page bytes", "unused bytes")]
+    rows = [("group", "kind", "layers", "block", "page", "unused")]
     for group in made.groups:
         share = f" ({group.waste_bytes / group.page_bytes:.0%})" if group.waste_bytes else ""
         mark = " *" if group.holds_hidden_states else ""
@@ -191,7 +195,11 @@ def _groups(made: Plan) -> str:
             )
         )
     sizes = made.block_sizes
-    lines = [*_table(rows), "* holds the hidden states", *_wrapped(f"block size: {made.block_size_note}", indent=0)]
+    lines = [
+        *_table(rows),
+        "* holds the hidden states; blocks are in tokens, pages and what they leave unused in bytes",
+        *_wrapped(f"block size: {made.block_size_note}", indent=0),
+    ]
     if sizes is not None:
         note = f"scheduler block {sizes.scheduler:,}, hash block {sizes.hash:,}: {made.granularity_note}"
         lines += _wrapped(note, indent=0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hsconnector.layout.specs import Composite, Group, HiddenState, Mamba
 
-__all__ = ["DEFECTS", "Circumstances", "Defect", "biting", "parse_version"]
+__all__ = ["DEFECTS", "Circumstances", "Defect", "biting", "explain_kv_refusal", "parse_version"]
 
 INFLATED = 3.0
 """A hidden-state cache that takes this many times its rows' bytes is worth naming."""
@@ -126,6 +127,21 @@ def biting(case: Circumstances) -> list[Defect]:
         for name, defect in DEFECTS.items()
         if found[name] and (defect.fixed_in is None or case.version < defect.fixed_in)
     ]
+
+
+def explain_kv_refusal(log_line: str, expected_bytes: int) -> str | None:
+    """What to say when an engine asks for far more KV cache than planned, None for any other line.
+
+    `expected_bytes` is a rank's KV cache for one request of the full length, rows included.
+    """
+    found = re.search(r"([0-9]+(?:\.[0-9]+)?)\s*GiB KV\s+cache\s+(?:is\s+)?needed", log_line)
+    if found is None or float(found[1]) * 2**30 <= INFLATED * expected_bytes:
+        return None
+    defect = DEFECTS["inflated budget"]
+    return (
+        f"the engine asks for {found[1]} GiB of KV cache where {expected_bytes / 2**30:.2f} GiB were expected: "
+        f"{defect.reports}, {defect.what}. What helps: {defect.helps}, or another vLLM version"
+    )
 
 
 def parse_version(text: str) -> tuple[int, ...]:

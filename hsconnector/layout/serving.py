@@ -53,8 +53,8 @@ class Serving:
 
     @property
     def in_flight_tokens(self) -> int:
-        """Tokens scheduled but not settled: asynchronous scheduling keeps one batch more than there are stages."""
-        return (self.pp + 1) * self.max_batched_tokens
+        """Tokens scheduled but not settled. Asynchronous scheduling, which a CPU does not do, keeps one batch more."""
+        return (self.pp + int(self.device != "cpu")) * self.max_batched_tokens
 
 
 @dataclass(frozen=True)
@@ -283,4 +283,5 @@ def _assumptions(model: Model, serving: Serving) -> tuple[str, ...]:
     if serving.device == "cuda" and serving.block_size is None:
         kernel = "an MLA backend" if model.of(LatentLayer) else "FlashAttention"
         notes = (f"{kernel} with vLLM's default block size; another backend may take another (give --block-size)",)
-    return (*notes, f"--max-num-batched-tokens {serving.max_batched_tokens:,}, asynchronous scheduling")
+    scheduling = "synchronous" if serving.device == "cpu" else "asynchronous"
+    return (*notes, f"--max-num-batched-tokens {serving.max_batched_tokens:,}, {scheduling} scheduling")
