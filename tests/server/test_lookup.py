@@ -84,8 +84,15 @@ def test_what_is_received_or_failed_has_no_content_yet(sidecar: SidecarThread, f
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"content_hashes": "a" * 64}, {"content_hashes": ["A" * 64]}, {"content_hashes": ["a" * 63]}]
-    + [{"content_hashes": ["a" * 64] * 1001}, {"content_hashes": [], "more": 1}, []],
+    [
+        {},
+        {"content_hashes": "a" * 64},
+        {"content_hashes": ["A" * 64]},
+        {"content_hashes": ["a" * 63]},
+        {"content_hashes": ["a" * 64] * 1001},
+        {"content_hashes": [], "more": 1},
+        [],
+    ],
 )
 def test_a_body_that_is_no_lookup_is_refused(sidecar: SidecarThread, body: object) -> None:
     answer = httpx.post(f"{sidecar.url}/v1/captures:lookup", json=body)

@@ -1,0 +1,308 @@
+"""`hsconnector extract`: a data set through a running engine into the sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from hsconnector.cli.show import plain
+from hsconnector.client import DEFAULT_URL
+from hsconnector.errors import HSConnectorError, SettingsError, SidecarUnreachable, UnsupportedError
+from hsconnector.extraction.chat import ChatTokenizer, load_tokenizer
+from hsconnector.extraction.connection import connect
+from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
+from hsconnector.extraction.extraction import Extraction, Order
+from hsconnector.extraction.ledger import Fate, Ledger
+from hsconnector.extraction.prompts import Missing, Prompt, PromptReader
+from hsconnector.extraction.rows import Rows, open_rows
+from hsconnector.extraction.saved import SavedDataset
+from hsconnector.extraction.sidecar import Sidecar
+from hsconnector.extraction.target import Target, choose_target
+from hsconnector.protocol import MAX_TEXT_BYTES
+
+__all__ = ["extract"]
+
+_ENGINE = "http://127.0.0.1:8000"
+_COULD_NOT_START = (EngineUnusable, SidecarUnreachable, UnsupportedError)
+_LISTED = 50
+"""Missing rows named at the end; --failures writes them all."""
+_LINE_EVERY_S = 10.0
+"""Between lines of progress where no terminal shows the bar."""
+_SEEN_WITHIN_S = 20.0
+"""How long an engine may take to open its stream again after the sidecar was restarted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The command's options, checked."""
+
+    rows: Rows
+    order: Order
+    engine_urls: tuple[str, ...]
+    engine_key: str
+    timeout_s: float
+    sidecar_url: str
+    api_key: str
+    layers: str
+    tokenizer: str
+    id_field: str
+    limit: int
+    saved: SavedDataset | None
+
+
+def extract(
+    data: Annotated[Path, typer.Argument(help=".jsonl, .json, .parquet, .arrow, or a folder of these.")],
+    engine_urls: Annotated[
+        list[str] | None,
+        typer.Option("--engine-url", envvar="HSC_ENGINE_URL", help=f"The engine, default {_ENGINE}; repeatable."),
+    ] = None,
+    sidecar: Annotated[str, typer.Option(envvar="HSC_URL", help="Where `hsconnector serve` listens.")] = DEFAULT_URL,
+    dataset: Annotated[str, typer.Option(help="The name each capture carries; default: DATA's own.")] = "",
+    model: Annotated[str, typer.Option(help="As the engine serves it; default: its first.")] = "",
+    layers: Annotated[str, typer.Option(help="Refuse to start unless the engine captures these, as for launch.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="For conversations; default: the engine's model.")] = "",
+    id_field: Annotated[str, typer.Option(help="The field with a sample's id; default: the row's number.")] = "",
+    tag: Annotated[list[str] | None, typer.Option("--tag", help="NAME=VALUE for each capture; repeatable.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at one time.")] = 32,
+    attempts: Annotated[int, typer.Option(min=1, help="How often a row is asked for.")] = 3,
+    timeout: Annotated[float, typer.Option(min=1, help="Of one request, in seconds.")] = 600.0,
+    capture_timeout: Annotated[float, typer.Option(min=1, help="For a capture to be final, in seconds.")] = 120.0,
+    limit: Annotated[int, typer.Option(min=0, help="Only so many rows from the start; 0: all.")] = 0,
+    save_dataset: Annotated[
+        Path | None, typer.Option(help="A folder for token ids and masks of what is stored.")
+    ] = None,
+    save_format: Annotated[Literal["jsonl", "arrow"], typer.Option(help="What --save-dataset holds.")] = "jsonl",
+    failures: Annotated[Path | None, typer.Option(help="A file for the missing rows, one JSON object a line.")] = None,
+    engine_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The engine's key.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="HSC_API_KEY", help="The sidecar's key.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="The summary as one JSON object.")] = False,
+) -> None:
+    """Asks a running engine for every row of DATA until the sidecar has a sound capture of each.
+
+    Rows hold `input_ids` (and `loss_mask`), or a conversation under `messages` or `conversations`, which is encoded
+    with the model's chat template and masked to the assistant's turns. Token ids are sent, never text.
+
+    What is stored already, by content, is not asked for again: after Ctrl-C or a crash start the same command again.
+    Exit code 1 if any row has no capture at the end.
+    """
+    order = Order(
+        model=model,
+        dataset=_checked(dataset or data.name.removesuffix(data.suffix)),
+        tags=_tags(tag or []),
+        concurrency=concurrency,
+        attempts=attempts,
+        capture_timeout_s=capture_timeout,
+    )
+    job = Job(
+        rows=open_rows(data),
+        order=order,
+        engine_urls=tuple(engine_urls or [_ENGINE]),
+        engine_key=engine_key,
+        timeout_s=timeout,
+        sidecar_url=sidecar,
+        api_key=api_key,
+        layers=layers,
+        tokenizer=tokenizer,
+        id_field=id_field,
+        limit=limit,
+        saved=SavedDataset(save_dataset, save_format) if save_dataset else None,
+    )
+    _carry_out(job, lambda ledger: _report(ledger, failures, as_json))
+
+
+def _carry_out(job: Job, report: Callable[[Ledger], None]) -> None:
+    """Runs the job and reports, also what was done before an error or Ctrl-C."""
+    ledger = Ledger(min(job.rows.count, job.limit or job.rows.count))
+    try:
+        asyncio.run(_Run(job, ledger).run())
+    except (HSConnectorError, KeyboardInterrupt) as error:
+        if isinstance(error, _COULD_NOT_START) and not ledger.done:
+            typer.echo(f"hsconnector: {error}", err=True)
+            raise typer.Exit(3) from error
+        report(ledger)
+        raise
+    report(ledger)
+    if not ledger.complete:
+        raise typer.Exit(1)
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(self, job: Job, ledger: Ledger) -> None:
+        self.job = job
+        self.ledger = ledger
+
+    async def run(self) -> None:
+        job = self.job
+        async with contextlib.AsyncExitStack() as stack:
+            connections = job.order.concurrency + 4
+            engines = []
+            for url in job.engine_urls:
+                http = connect(engine_url(url), key=job.engine_key, timeout_s=job.timeout_s, connections=connections)
+                engines.append(Engine(url, await stack.enter_async_context(http)))
+            http = connect(job.sidecar_url, key=job.api_key, timeout_s=60.0, connections=connections)
+            sidecar = Sidecar(job.sidecar_url, await stack.enter_async_context(http))
+            order, target, max_tokens = await self._meet(engines, sidecar)
+            saved = stack.enter_context(job.saved) if job.saved else None
+            changed = stack.enter_context(_progress(self.ledger))
+            extraction = Extraction(order, engines, sidecar, target, self.ledger, changed=changed)
+            await extraction.run(self._samples(target, max_tokens), saved.add if saved else lambda _: None)
+            if saved is not None:
+                self._publish(saved, target)
+
+    async def _meet(self, engines: list[Engine], sidecar: Sidecar) -> tuple[Order, Target, int]:
+        """What the engines serve, as they and the sidecar say."""
+        targets: dict[str, Target] = {}
+        lengths: list[int] = []
+        name = self.job.order.model
+        for engine in engines:
+            chosen, base = served_model(await engine.models(), name, engine.url)
+            name = chosen.id
+            lora = chosen.id if chosen is not base else ""
+            targets[engine.url] = await self._target(sidecar, base.root or base.id, lora)
+            lengths.append(base.max_model_len or 0)
+        if len(set(targets.values())) > 1:
+            found = "; ".join(f"{url}: {target.model!r} {list(target.layer_ids)}" for url, target in targets.items())
+            raise SettingsError(
+                f"the engines would give different states: {found}; extract from each in a run of its own"
+            )
+        known = [length for length in lengths if length]
+        order = replace(self.job.order, model=name)
+        return order, next(iter(targets.values())), min(known) - 1 if known else 0
+
+    async def _target(self, sidecar: Sidecar, model: str, lora: str) -> Target:
+        end = time.monotonic() + _SEEN_WITHIN_S
+        while True:
+            producers = await sidecar.producers()
+            try:
+                return choose_target(
+                    producers, model=model, lora=lora, layers=self.job.layers, sidecar=self.job.sidecar_url
+                )
+            except UnsupportedError:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(0.5)
+
+    def _samples(self, target: Target, max_tokens: int) -> Iterator[Prompt | Missing]:
+        tokenizer: list[ChatTokenizer] = []
+
+        def encode(conversation: object, tools: object) -> tuple[list[int], list[int]]:
+            if not tokenizer:
+                tokenizer.append(load_tokenizer(self.job.tokenizer or target.model))
+            return tokenizer[0].encode(conversation, tools)  # type: ignore[arg-type]
+
+        reader = PromptReader(encode, self.job.id_field, max_tokens)
+        for index, row in enumerate(self.job.rows.read()):
+            if self.job.limit and index >= self.job.limit:
+                return
+            yield reader.read(row, index)
+
+    def _publish(self, saved: SavedDataset, target: Target) -> None:
+        about = {"dataset": self.job.order.dataset, **asdict(target)}
+        count = saved.publish({missing.row for missing in self.ledger.missing}, about)
+        typer.echo(f"{count} rows with token ids and masks in {saved.folder}", err=True)
+
+
+@contextlib.contextmanager
+def _progress(ledger: Ledger) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, a line now and then elsewhere."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    pace = _Pace(ledger)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task: TaskID = bar.add_task("extract", total=ledger.total, rate="")
+        said = time.monotonic()
+
+        def changed() -> None:
+            nonlocal said
+            bar.update(task, completed=ledger.done, rate=pace.text())
+            if bar.disable and time.monotonic() - said > _LINE_EVERY_S:
+                said = time.monotonic()
+                console.print(f"{ledger.done}/{ledger.total} rows, {pace.text()}, {pace.left()}", highlight=False)
+
+        yield changed
+
+
+class _Pace:
+    """How fast captures come."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._start = time.monotonic()
+
+    def text(self) -> str:
+        seconds = max(time.monotonic() - self._start, 1e-3)
+        failed = self._ledger.counts[Fate.FAILED] + self._ledger.counts[Fate.REFUSED]
+        captures, tokens = self._ledger.counts[Fate.CAPTURED] / seconds, self._ledger.tokens / seconds
+        rate = f"{captures:.1f} captures/s, {tokens:.0f} tokens/s"
+        return f"{rate}, {failed} failed" if failed else rate
+
+    def left(self) -> str:
+        done = self._ledger.done
+        if not done:
+            return "time left unknown"
+        seconds = (time.monotonic() - self._start) * (self._ledger.total - done) / done
+        return f"{seconds / 60:.0f} min left" if seconds > 90 else f"{seconds:.0f} s left"
+
+
+def _report(ledger: Ledger, failures: Path | None, as_json: bool) -> None:
+    missing = sorted(ledger.missing, key=lambda each: each.row)
+    if failures is not None:
+        lines = [json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in missing]
+        failures.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    for each in missing[:_LISTED]:
+        typer.echo(plain(str(each)), err=True)
+    if len(missing) > _LISTED:
+        typer.echo(f"… and {len(missing) - _LISTED} more; --failures FILE writes them all", err=True)
+    if as_json:
+        counts = {str(fate): ledger.counts[fate] for fate in Fate}
+        more = {"total": ledger.total, "complete": ledger.complete, "tokens": ledger.tokens, "retries": ledger.retries}
+        typer.echo(json.dumps({**counts, **more, "missing": [asdict(each) for each in missing]}))
+    else:
+        typer.echo(ledger.sentence())
+
+
+def _tags(words: list[str]) -> dict[str, str]:
+    tags = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise SettingsError(f"--tag {word!r} is not NAME=VALUE")
+        if name == "row":
+            raise SettingsError("--tag row=… is taken: it carries the row's number")
+        tags[name] = value
+    return tags
+
+
+def _checked(dataset: str) -> str:
+    size = len(dataset.encode("utf-8", "surrogatepass"))
+    if not dataset or size > MAX_TEXT_BYTES:
+        raise SettingsError(f"--dataset has {size} bytes, 1 to {MAX_TEXT_BYTES} are allowed")
+    return dataset

@@ -1,0 +1,1 @@
+"""A data set through a running engine: rows -> prompts -> captures in the sidecar."""

@@ -1,0 +1,249 @@
+"""Drives engines through a data set until the sidecar has a sound capture of each row.
+
+The sidecar is the only memory: what is there is found by content hash, so a run that was killed is simply started
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hsconnector.client import CaptureRecord
+from hsconnector.errors import HSConnectorError
+from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
+from hsconnector.extraction.ledger import Ledger
+from hsconnector.extraction.prompts import Missing, Prompt
+from hsconnector.extraction.sidecar import Sidecar
+from hsconnector.extraction.target import CaptureUnfit, Target, judge
+from hsconnector.protocol import CaptureState
+
+__all__ = ["Extraction", "ExtractionStopped", "Order"]
+
+_CHUNK = 128
+"""Rows read, hashed and looked up together."""
+_LONGEST_PAUSE_S = 15.0
+
+
+class ExtractionStopped(HSConnectorError):
+    """So many rows failed one after the other that going on would be in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to ask for and how."""
+
+    model: str
+    """As the engine serves it."""
+    dataset: str
+    """The data set's name, which each capture carries."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    concurrency: int = 32
+    """Requests at the engines at one time."""
+    attempts: int = 3
+    """How often one row is asked for, unsound captures of earlier runs included."""
+    capture_timeout_s: float = 120.0
+    """How long a capture may take to become final once its request is answered."""
+    pause_s: float = 0.5
+    """Before the second attempt; doubles with each further one."""
+
+    @property
+    def patience(self) -> int:
+        """Rows that may fail one after the other before the run stops."""
+        return max(10, 2 * self.concurrency)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    prompt: Prompt
+    digest: str
+    attempts: int
+
+
+class Extraction:
+    """One run over a data set. `changed` is called whenever the ledger changed."""
+
+    def __init__(
+        self,
+        order: Order,
+        engines: Sequence[Engine],
+        sidecar: Sidecar,
+        target: Target,
+        ledger: Ledger,
+        *,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ledger = ledger
+        self._order = order
+        self._engines = itertools.cycle(engines)
+        self._sidecar = sidecar
+        self._target = target
+        self._changed = changed
+        self._slots = asyncio.Semaphore(order.concurrency)
+        self._seen: dict[str, int] = {}
+        """Content hashes, and the row each was first met in."""
+        self._failed: set[int] = set()
+        self._repeats: list[tuple[Prompt, int]] = []
+        self._captured: list[str] = []
+
+    async def run(self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None] = lambda _: None) -> None:
+        """Captures what is not there yet; `taken` is told each prompt, in order.
+
+        Raises ExtractionStopped, EngineUnusable, SidecarUnreachable or SidecarRefused; then what was captured stays.
+        """
+        await self._await_leftovers()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while chunk := await asyncio.to_thread(_take, samples, _CHUNK):
+                    for ask in await self._wanted(chunk, taken):
+                        await self._slots.acquire()
+                        tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
+        except BaseExceptionGroup as group:
+            ours, _ = group.split(HSConnectorError)
+            if ours is None:
+                raise
+            raise _first(ours) from None
+        self._settle_repeats()
+        await self._await_leftovers()
+        await self._remove_doubles()
+
+    async def _await_leftovers(self, sample_id: str | None = None) -> None:
+        """Waits for captures that an earlier run, or an earlier attempt, began."""
+        for record in await self._sidecar.receiving(self._order.dataset, sample_id):
+            await self._sidecar.wait(record.capture_id, self._order.capture_timeout_s)
+
+    async def _wanted(self, chunk: Iterable[Prompt | Missing], taken: Callable[[Prompt], None]) -> list[_Ask]:
+        """The rows of a chunk that have no capture; the others are booked."""
+        prompts: dict[str, Prompt] = {}
+        for sample in chunk:
+            if isinstance(sample, Missing):
+                self.ledger.refused(sample)
+                continue
+            taken(sample)
+            digest = self._target.content_hash(sample.token_ids)
+            first = self._seen.setdefault(digest, sample.row)
+            if first == sample.row:
+                prompts[digest] = sample
+            else:
+                self._repeats.append((sample, first))
+        found = await self._sidecar.lookup(list(prompts))
+        asks = []
+        for digest, prompt in prompts.items():
+            ask = await self._compare(prompt, digest, found[digest])
+            asks += [ask] if ask else []
+        self._changed()
+        return asks
+
+    async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
+        if any(record.state is CaptureState.READY for record in records):
+            await self._keep_oldest(records)
+            self.ledger.stored(prompt)
+            return None
+        unsound = [record for record in records if record.state is CaptureState.QUARANTINED]
+        attempts = self._order.attempts - len(unsound)
+        if attempts > 0:
+            return _Ask(prompt, digest, attempts)
+        last = unsound[-1]
+        self._fail(prompt, f"{len(unsound)} captures of it are unsound, the last {last.capture_id}: {last.findings}")
+        return None
+
+    async def _capture(self, ask: _Ask) -> None:
+        """One row, until it is captured or has been asked for often enough."""
+        reason = ""
+        for attempt in range(ask.attempts):
+            if attempt and await self._there_meanwhile(ask, attempt):
+                return self._book(ask)
+            try:
+                await self._attempt(ask)
+            except (EngineBusy, CaptureUnfit) as error:
+                reason = str(error)
+                if isinstance(error, CaptureUnfit) and not error.again:
+                    return self._fail(ask.prompt, reason)
+            except EngineRefused as error:
+                return self._fail(ask.prompt, str(error))
+            else:
+                return self._book(ask)
+        return self._fail(ask.prompt, f"{reason} (attempt {ask.attempts} of {ask.attempts})", in_vain=True)
+
+    async def _attempt(self, ask: _Ask) -> None:
+        capture_id = await next(self._engines).capture(self._body(ask))
+        waited = self._order.capture_timeout_s
+        judge(await self._sidecar.wait(capture_id, waited), ask.prompt, self._target, waited_s=waited)
+
+    def _body(self, ask: _Ask) -> dict[str, object]:
+        hidden_states = {
+            "capture": True,
+            "dataset": self._order.dataset,
+            "sample_id": ask.prompt.sample_id,
+            "tags": {**self._order.tags, "row": str(ask.prompt.row)},
+            "include_output_tokens": False,
+            "expected_content_hash": ask.digest,
+        }
+        return {
+            "model": self._order.model,
+            "prompt": list(ask.prompt.token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"hidden_states": hidden_states},
+        }
+
+    async def _there_meanwhile(self, ask: _Ask, attempt: int) -> bool:
+        """Rests, then tells whether the attempt before has come to a good end unseen."""
+        self.ledger.retries += 1
+        pause = min(self._order.pause_s * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        await self._await_leftovers(ask.prompt.sample_id)
+        records = (await self._sidecar.lookup([ask.digest]))[ask.digest]
+        return any(record.state is CaptureState.READY for record in records)
+
+    def _book(self, ask: _Ask) -> None:
+        self._captured.append(ask.digest)
+        self.ledger.captured(ask.prompt)
+        self._changed()
+
+    def _fail(self, prompt: Prompt, reason: str, *, in_vain: bool = False) -> None:
+        self._failed.add(prompt.row)
+        self.ledger.failed(Missing(prompt.row, prompt.sample_id, reason), in_vain=in_vain)
+        self._changed()
+        if self.ledger.failed_in_a_row >= self._order.patience:
+            raise ExtractionStopped(
+                f"stopped after {self.ledger.failed_in_a_row} rows failed one after the other, the last one: {reason}; "
+                "start the same command again to go on"
+            )
+
+    def _settle_repeats(self) -> None:
+        for prompt, first in self._repeats:
+            if first in self._failed:
+                self.ledger.failed(
+                    Missing(prompt.row, prompt.sample_id, f"has the tokens of row {first}, which failed")
+                )
+            else:
+                self.ledger.repeated(prompt)
+        self._changed()
+
+    async def _remove_doubles(self) -> None:
+        """A request that was cut may have been captured all the same; of such a pair the older one stays."""
+        for records in (await self._sidecar.lookup(self._captured)).values():
+            await self._keep_oldest(records)
+
+    async def _keep_oldest(self, records: list[CaptureRecord]) -> None:
+        ready = [record for record in records if record.state is CaptureState.READY]
+        kept: set[tuple[str, str]] = set()
+        for record in sorted(ready, key=lambda record: record.capture_id):
+            sample = (record.dataset, record.sample_id)
+            if sample in kept and record.dataset == self._order.dataset:
+                await self._sidecar.delete(record.capture_id)
+                self.ledger.doubles += 1
+            kept.add(sample)
+
+
+def _take(samples: Iterator[Prompt | Missing], count: int) -> list[Prompt | Missing]:
+    return list(itertools.islice(samples, count))
+
+
+def _first(group: BaseExceptionGroup[HSConnectorError]) -> HSConnectorError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

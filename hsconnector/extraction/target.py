@@ -1,0 +1,125 @@
+"""Which states a run is after, and whether a capture holds them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hsconnector.client import CaptureRecord
+from hsconnector.errors import SettingsError, UnsupportedError
+from hsconnector.extraction.prompts import Prompt
+from hsconnector.layout.presets import choose_layers
+from hsconnector.protocol import CaptureState, FailReason, Producer, content_hash, pack_token_ids
+
+__all__ = ["CaptureUnfit", "Target", "choose_target", "judge"]
+
+_FINAL_REASONS = frozenset({FailReason.BAD_REQUEST, FailReason.UNSUPPORTED_REQUEST, FailReason.LAYOUT})
+"""Asking again would end the same."""
+
+
+class CaptureUnfit(Exception):
+    """A capture that is not what was asked for; `again` where another try may give it."""
+
+    def __init__(self, message: str, *, again: bool) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+@dataclass(frozen=True)
+class Target:
+    """What decides, with a prompt's tokens, the values of its hidden states."""
+
+    model: str
+    model_revision: str
+    layer_ids: tuple[int, ...]
+    lora: str = ""
+
+    def content_hash(self, token_ids: Sequence[int]) -> str:
+        """The content hash that the sidecar gives to a capture of these tokens."""
+        return content_hash(
+            model=self.model,
+            model_revision=self.model_revision,
+            layer_ids=self.layer_ids,
+            lora=self.lora,
+            mm_hashes=(),
+            token_ids=pack_token_ids(token_ids),
+        )
+
+
+def choose_target(
+    producers: Iterable[Producer], *, model: str, lora: str = "", layers: str = "", sidecar: str
+) -> Target:
+    """The target of an engine that runs `model`, by what its stream told the sidecar.
+
+    `layers` is what `--layers` means to `launch`, or empty for whatever the engine captures.
+
+    Raises UnsupportedError where no engine of that model sends to the sidecar, SettingsError where the layers are
+    others than asked for or cannot be told.
+    """
+    streams = list(producers)
+    found = {_target(stream, lora): stream.num_layers for stream in streams if stream.model == model}
+    if not found:
+        others = ", ".join(sorted({repr(stream.model) for stream in streams})) or "no engine at all"
+        raise UnsupportedError(
+            f"no engine of {model!r} sends to the sidecar at {sidecar}, which hears from {others}: start the engine "
+            f"with `hsconnector launch {model} --sidecar {sidecar}`"
+        )
+    fitting = [target for target, depth in found.items() if _has_layers(target, layers, depth)]
+    if not fitting:
+        wanted = sorted({choose_layers(layers, depth).layer_ids for depth in found.values()})
+        raise SettingsError(
+            f"the engine of {model!r} captures layers {_layers(found)}, asked for are {_listed(wanted)}"
+        )
+    if len(fitting) > 1:
+        raise SettingsError(
+            f"several engines of {model!r} send to {sidecar}, with layers {_layers(fitting)} and revisions "
+            f"{', '.join(repr(target.model_revision) for target in fitting)}: say which with --layers, or give each "
+            "a sidecar of its own"
+        )
+    return fitting[0]
+
+
+def judge(record: CaptureRecord | None, prompt: Prompt, target: Target, *, waited_s: float) -> None:
+    """Raises CaptureUnfit unless the capture holds the prompt's states, whole and sound."""
+    if record is None:
+        raise CaptureUnfit(f"the sidecar had not heard of its capture after {waited_s:g} s", again=True)
+    name = f"its capture {record.capture_id}"
+    if not record.final:
+        raise CaptureUnfit(f"{name} was still receiving after {waited_s:g} s", again=True)
+    if record.state is CaptureState.FAILED:
+        detail = f" ({record.detail})" if record.detail else ""
+        raise CaptureUnfit(f"{name} failed: {record.reason}{detail}", again=record.reason not in _FINAL_REASONS)
+    if record.content_hash != target.content_hash(prompt.token_ids):
+        raise CaptureUnfit(f"{name} is of something else: {_difference(record, prompt, target)}", again=False)
+    if record.state is CaptureState.QUARANTINED:
+        raise CaptureUnfit(f"{name} is unsound: {record.findings}", again=True)
+    if record.num_rows != len(prompt.token_ids):
+        raise CaptureUnfit(f"{name} has {record.num_rows} rows for {len(prompt.token_ids)} tokens", again=False)
+
+
+def _has_layers(target: Target, layers: str, num_layers: int) -> bool:
+    return not layers or target.layer_ids == choose_layers(layers, num_layers).layer_ids
+
+
+def _layers(targets: Iterable[Target]) -> str:
+    return _listed(target.layer_ids for target in targets)
+
+
+def _listed(layers: Iterable[Sequence[int]]) -> str:
+    return " and ".join(str(list(ids)) for ids in layers)
+
+
+def _target(stream: Producer, lora: str) -> Target:
+    return Target(stream.model, stream.model_revision, tuple(stream.layer_ids), lora)
+
+
+def _difference(record: CaptureRecord, prompt: Prompt, target: Target) -> str:
+    pairs = [
+        ("model", record.model, target.model),
+        ("revision", record.model_revision, target.model_revision),
+        ("layers", list(record.layer_ids), list(target.layer_ids)),
+        ("adapter", record.lora, target.lora),
+        ("rows", record.num_rows, len(prompt.token_ids)),
+    ]
+    differing = [f"{what} {theirs!r} instead of {ours!r}" for what, theirs, ours in pairs if theirs != ours]
+    return ", ".join(differing) or "its token ids are others than were sent"
