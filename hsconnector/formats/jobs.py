@@ -1,0 +1,142 @@
+"""Which capture becomes which file. Pure: records and rows in, jobs and problems out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hsconnector.client import CaptureRecord
+from hsconnector.errors import SettingsError
+from hsconnector.formats.rows import DataRow
+from hsconnector.formats.sample import Format
+from hsconnector.formats.source import Listing, Unready
+
+__all__ = ["Job", "Jobs", "Problem", "common_identity", "make_jobs"]
+
+_IDENTITY = ("model", "model_revision", "lora", "num_layers", "hidden_size", "dtype")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to be."""
+
+    file: str
+    record: CaptureRecord
+    row: int | None
+    data: DataRow | None = None
+
+    @property
+    def sample(self) -> str:
+        """How a person finds it again."""
+        return _named(self.row, self.record.sample_id, self.record.capture_id)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sample that was not exported, and why."""
+
+    sample: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.sample}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """In the order of the data set."""
+
+    jobs: tuple[Job, ...]
+    problems: tuple[Problem, ...]
+    repeated: int
+    """Captures left out because a later one holds the same sample."""
+    unused: int
+    """Ready captures that no row of the data set asks for."""
+
+
+def common_identity(records: Sequence[CaptureRecord]) -> CaptureRecord:
+    """The first record, which speaks for all. Raises SettingsError where they are of several models."""
+    first = records[0]
+    for record in records:
+        fields = [
+            f"{name} {getattr(first, name)!r} and {getattr(record, name)!r}"
+            for name in _IDENTITY
+            if getattr(first, name) != getattr(record, name)
+        ]
+        if fields:
+            raise SettingsError(
+                f"the captures are not of one model: {first.capture_id} and {record.capture_id} differ in "
+                f"{'; '.join(fields)}: choose with --dataset or --id"
+            )
+    return first
+
+
+def make_jobs(format: Format, listing: Listing, rows: Sequence[DataRow] | None) -> Jobs:
+    """One job for each row that has a capture, or without a data set for each capture."""
+    return _by_capture(format, listing) if rows is None else _by_row(format, listing, rows)
+
+
+def _by_row(format: Format, listing: Listing, rows: Sequence[DataRow]) -> Jobs:
+    by_hash = {record.content_hash: record for record in listing.ready}
+    by_sample = {record.sample_id: record for record in listing.ready if record.sample_id}
+    unready = _by_sample(listing.others)
+    jobs, problems, used = [], [], set()
+    for row in rows:
+        record = None if row.problem else by_hash.get(row.content_hash) or by_sample.get(row.sample_id)
+        if record is None:
+            problems.append(Problem(_named(row.row, row.sample_id, ""), _missing(row, unready)))
+            continue
+        used.add(record.content_hash)
+        jobs.append(Job(format.file_name(row.row, record.capture_id), record, row.row, row))
+    unused = {record.content_hash for record in listing.ready} - used
+    return Jobs(tuple(jobs), tuple(problems), len(listing.ready) - len(by_hash), len(unused))
+
+
+def _by_capture(format: Format, listing: Listing) -> Jobs:
+    chosen: dict[str, Job] = {}
+    problems, repeated = [], 0
+    for record in listing.ready:
+        row = int(record.sample_id) if record.sample_id.isdecimal() and record.sample_id.isascii() else None
+        if row is None and format.needs_row:
+            problems.append(Problem(_named(None, record.sample_id, record.capture_id), _no_row(record, format)))
+            continue
+        job = Job(format.file_name(row, record.capture_id), record, row)
+        _refuse_two_datasets(chosen.get(job.file), job)
+        repeated += job.file in chosen
+        chosen[job.file] = job
+    covered = {job.record.sample_id for job in chosen.values()}
+    problems += [
+        Problem(_named(None, other.sample_id, other.capture_id), other.reason)
+        for other in listing.others
+        if not other.sample_id or other.sample_id not in covered
+    ]
+    jobs = sorted(chosen.values(), key=lambda job: (job.row is None, job.row or 0, job.file))
+    return Jobs(tuple(jobs), tuple(problems), repeated, 0)
+
+
+def _refuse_two_datasets(earlier: Job | None, job: Job) -> None:
+    if earlier is not None and earlier.record.dataset != job.record.dataset:
+        both = " and ".join(sorted({repr(earlier.record.dataset), repr(job.record.dataset)}))
+        raise SettingsError(f"captures of the data sets {both} share row {job.row}: choose with --dataset")
+
+
+def _by_sample(others: Iterable[Unready]) -> dict[str, Unready]:
+    return {other.sample_id: other for other in others if other.sample_id}
+
+
+def _missing(row: DataRow, unready: dict[str, Unready]) -> str:
+    if row.problem:
+        return row.problem
+    other = unready.get(row.sample_id)
+    return f"has no ready capture ({other.reason})" if other else "has no capture: extract it first"
+
+
+def _no_row(record: CaptureRecord, format: Format) -> str:
+    has = f"the sample id {record.sample_id!r}" if record.sample_id else "no sample id"
+    return f"has {has}, from which no row index can be told, and {format.name} names files by it: give --data"
+
+
+def _named(row: int | None, sample_id: str, capture_id: str) -> str:
+    if row is not None:
+        return f"row {row}" if sample_id in ("", str(row)) else f"row {row} (sample {sample_id})"
+    return f"sample {sample_id}" if sample_id else f"capture {capture_id}"

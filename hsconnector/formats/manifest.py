@@ -1,0 +1,235 @@
+"""`manifest.json`: what an export holds and where each file of it came from.
+
+While an export runs its entries go to `manifest.part`, one JSON object a line, the description first; an entry is
+written before its file gets its name, so that after a crash a file without an entry does not exist. The end of a run,
+or the beginning of the next, folds them into `manifest.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from hsconnector.errors import SettingsError, StoreError
+
+__all__ = ["MANIFEST", "Description", "Entry", "Manifest", "read_manifest"]
+
+MANIFEST = "manifest.json"
+_JOURNAL = "manifest.part"
+_TEMPORARY = ".part"
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What every file of an export has in common; another description means another folder."""
+
+    export: str = "hsconnector-export/1"
+    format: str
+    model: str
+    model_revision: str = ""
+    lora: str = ""
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    layer_ids: tuple[int, ...]
+    """In vLLM's counting, in the order of the file's states; N last where the format has a place for it."""
+    slots: tuple[str, ...]
+    """The same by name: "embed", "after_layer_0", …, counting decoder layers from 0 as Hugging Face does."""
+    last_layer_norm: str
+    """ "pre", "post", or "none" where the files do not hold the last layer."""
+    norm: dict[str, Any] = {}
+    """How the final norm was applied: kind, eps, tensor."""
+    trainer: str = ""
+    """The layers as the trainer's own configuration names them."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file."""
+
+    file: str
+    row: int | None
+    """The data set's row index."""
+    sample_id: str
+    dataset: str
+    capture_id: str
+    num_tokens: int
+    content_hash: str
+    """Of the capture."""
+    data_hash: str
+    """Of the capture's shard."""
+    token_hash: str
+    """SHA-256 of the token ids, int64 little-endian."""
+    loss_mask: str = ""
+    """ "ones", "sha256:…" of the data set's mask, or empty where the files hold none."""
+    bytes: int
+
+
+class _Written(msgspec.Struct, frozen=True):
+    description: Description
+    files: tuple[Entry, ...] = ()
+
+
+class Manifest:
+    """The record of one export's folder; only one process at a time may have it open for writing."""
+
+    def __init__(self, folder: Path, description: Description, suffix: str) -> None:
+        """Takes the folder, which is made if need be; `suffix` is of the files that the trainer looks for.
+
+        Raises SettingsError where the folder holds another export, or such files from elsewhere.
+        """
+        self.folder = folder
+        self.description = description
+        self._lock = threading.Lock()
+        self._folder_fd = _taken(folder)
+        try:
+            self._entries = self._previous()
+            self._refuse_strangers(suffix)
+            self._journal = self._begin()
+        except BaseException:
+            os.close(self._folder_fd)
+            raise
+
+    def __enter__(self) -> Manifest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """By file name; a copy."""
+        with self._lock:
+            return dict(self._entries)
+
+    def existing(self, file: str) -> Entry | None:
+        """The entry of a file that is there and whole."""
+        entry = self._entries.get(file)
+        if entry is None:
+            return None
+        try:
+            size = (self.folder / file).stat().st_size
+        except OSError:
+            return None
+        return entry if size == entry.bytes else None
+
+    def publish(self, entry: Entry, temporary: Path) -> None:
+        """Gives a finished temporary file its name; raises StoreError."""
+        final = self.folder / entry.file
+        try:
+            with self._lock:
+                final.unlink(missing_ok=True)
+                self._journal.write(msgspec.json.encode(entry) + b"\n")
+                self._journal.flush()
+                self._entries[entry.file] = entry
+            os.rename(temporary, final)
+        except OSError as error:
+            raise StoreError(f"cannot write {final}: {error.strerror or error}") from error
+
+    def temporary(self, file: str) -> Path:
+        """Where a file is written; no reader takes it for one of its own."""
+        return self.folder / f".{file}{_TEMPORARY}"
+
+    def close(self) -> None:
+        """Writes `manifest.json` and lets the folder go."""
+        self._journal.close()
+        try:
+            _replace(self.folder / MANIFEST, _encoded(self.description, self._entries))
+            (self.folder / _JOURNAL).unlink(missing_ok=True)
+        finally:
+            os.close(self._folder_fd)
+
+    def _previous(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for description, found in _written(self.folder):
+            _refuse_another(self.folder, description, self.description)
+            entries |= {entry.file: entry for entry in found}
+        return {name: entry for name, entry in entries.items() if (self.folder / name).exists()}
+
+    def _refuse_strangers(self, suffix: str) -> None:
+        strangers = [
+            path.name
+            for path in sorted(self.folder.iterdir())
+            if path.suffix == suffix and not path.name.startswith(".") and path.name not in self._entries
+        ]
+        if strangers:
+            raise SettingsError(
+                f"{self.folder} holds {len(strangers)} {suffix} files that no export of this command wrote "
+                f"(the first is {strangers[0]}), and a trainer would read them too: give an empty folder"
+            )
+        for path in self.folder.glob(f".*{_TEMPORARY}"):
+            path.unlink(missing_ok=True)
+
+    def _begin(self) -> BinaryIO:
+        _replace(self.folder / MANIFEST, _encoded(self.description, self._entries))
+        return (self.folder / _JOURNAL).open("wb")
+
+
+def read_manifest(folder: Path) -> tuple[Description, dict[str, Entry]]:
+    """What a folder says of itself, also after a crash; raises SettingsError where there is no export."""
+    written = list(_written(folder))
+    if not written:
+        raise SettingsError(f"{folder} holds no export: it has no {MANIFEST}")
+    return written[0][0], {entry.file: entry for _, entries in written for entry in entries}
+
+
+def _written(folder: Path) -> Iterator[tuple[Description, tuple[Entry, ...]]]:
+    """`manifest.json`, then the entries of a run that did not end."""
+    try:
+        whole = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Written)
+    except FileNotFoundError:
+        return
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SettingsError(f"{folder / MANIFEST} is no manifest of an export: {error}") from error
+    yield whole.description, whole.files
+    with contextlib.suppress(FileNotFoundError):
+        lines = (folder / _JOURNAL).read_bytes().split(b"\n")
+        yield whole.description, tuple(msgspec.json.decode(line, type=Entry) for line in lines[:-1])
+
+
+def _refuse_another(folder: Path, there: Description, wanted: Description) -> None:
+    old, new = (msgspec.to_builtins(description) for description in (there, wanted))
+    fields = [f"{name} {old[name]!r} there, {new[name]!r} now" for name in new if old[name] != new[name]]
+    if fields:
+        raise SettingsError(f"{folder} holds another export ({'; '.join(fields)}): give another folder with --out")
+
+
+def _taken(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise SettingsError(f"cannot write to {folder}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise SettingsError(f"another export is writing to {folder}: wait for it, or give another folder") from error
+    if not os.access(folder, os.W_OK):
+        os.close(fd)
+        raise SettingsError(f"cannot write to {folder}: no permission")
+    return fd
+
+
+def _encoded(description: Description, entries: Mapping[str, Entry]) -> bytes:
+    ordered = sorted(entries.values(), key=lambda entry: (entry.row is None, entry.row or 0, entry.file))
+    value = msgspec.to_builtins(_Written(description, tuple(ordered)))
+    return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Puts bytes in a file's place, unless they are there already; raises StoreError."""
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
+    try:
+        if path.exists() and path.read_bytes() == data:
+            return
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,133 @@
+"""From what was asked for to a list of files: the captures, their layers, their rows, the norm. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsconnector.client import CaptureRecord
+from hsconnector.errors import CaptureNotFound, SettingsError
+from hsconnector.formats.jobs import Jobs, Problem, common_identity, make_jobs
+from hsconnector.formats.manifest import Description
+from hsconnector.formats.norm import FinalNorm, NormKind, load_norm
+from hsconnector.formats.rows import DataRow, read_rows
+from hsconnector.formats.sample import Format, Layers
+from hsconnector.formats.source import Listing, Source
+from hsconnector.layout.presets import parse_layer_ids, slot_name
+from hsconnector.protocol import content_hash
+
+__all__ = ["Prepared", "Request", "prepare"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for; an empty field does not restrict."""
+
+    format: Format
+    data: Path | None = None
+    """The data set, whose row indices name the files and whose masks go into them."""
+    dataset: str | None = None
+    ids: tuple[str, ...] = ()
+    """Capture or sample ids."""
+    layers: str = ""
+    """Layer ids in vLLM's counting, such as "2,18,33,36"."""
+    model: str = ""
+    """The checkpoint; else the one that the captures name."""
+    norm: NormKind | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What will be written."""
+
+    description: Description
+    layers: Layers
+    norm: FinalNorm | None
+    jobs: Jobs
+    masked: bool
+    """Whether the loss masks are a data set's; else every token counts."""
+
+
+def prepare(request: Request, source: Source) -> Prepared:
+    """Raises SettingsError, UnsupportedError, CaptureNotFound and what the source raises."""
+    listing = source.list(dataset=request.dataset, ids=request.ids)
+    if not listing.ready:
+        raise CaptureNotFound(_nothing(listing, source.name))
+    first = common_identity(listing.ready)
+    layers = request.format.choose(_layer_ids(request, listing.ready), first.num_layers)
+    norm = _norm(request, first) if request.format.post_norm else None
+    rows, masked = _rows(request, first, listing)
+    jobs = make_jobs(request.format, listing, rows)
+    unknown = tuple(Problem(name, f"is not known in {source.name}") for name in _unknown(request.ids, listing))
+    jobs = Jobs(jobs.jobs, (*jobs.problems, *unknown), jobs.repeated, jobs.unused)
+    return Prepared(_description(request.format, first, layers, norm), layers, norm, jobs, masked)
+
+
+def _nothing(listing: Listing, name: str) -> str:
+    reasons = "; ".join(other.reason for other in listing.others[:3])
+    return f"nothing to export in {name}" + (f": {reasons}" if reasons else "")
+
+
+def _layer_ids(request: Request, records: Sequence[CaptureRecord]) -> tuple[int, ...]:
+    first = records[0]
+    if request.layers:
+        return parse_layer_ids(request.layers, first.num_layers)
+    for record in records:
+        if record.layer_ids != first.layer_ids:
+            raise SettingsError(
+                f"the captures hold different layers: {first.capture_id} has {list(first.layer_ids)}, "
+                f"{record.capture_id} has {list(record.layer_ids)}: choose with --layers"
+            )
+    return first.layer_ids
+
+
+def _norm(request: Request, first: CaptureRecord) -> FinalNorm:
+    revision = "" if request.model else first.model_revision
+    return load_norm(request.model or first.model, revision=revision, kind=request.norm, hidden_size=first.hidden_size)
+
+
+def _rows(request: Request, first: CaptureRecord, listing: Listing) -> tuple[list[DataRow] | None, bool]:
+    if request.data is None:
+        return None, False
+
+    def hashed(token_ids: bytes) -> str:
+        return content_hash(
+            model=first.model,
+            model_revision=first.model_revision,
+            layer_ids=first.layer_ids,
+            lora=first.lora,
+            mm_hashes=(),
+            token_ids=token_ids,
+        )
+
+    rows, masked = read_rows(request.data, hashed)
+    if request.ids:
+        samples = {record.sample_id for record in listing.ready} | {other.sample_id for other in listing.others}
+        hashes = {record.content_hash for record in listing.ready}
+        rows = [row for row in rows if row.sample_id in samples or row.content_hash in hashes]
+    return rows, masked
+
+
+def _unknown(ids: Sequence[str], listing: Listing) -> list[str]:
+    known = {name for record in listing.ready for name in (record.capture_id, record.sample_id)}
+    known |= {name for other in listing.others for name in (other.capture_id, other.sample_id)}
+    return [name for name in ids if name not in known]
+
+
+def _description(format: Format, first: CaptureRecord, layers: Layers, norm: FinalNorm | None) -> Description:
+    side = "none" if layers.last is None else "post" if format.post_norm else "pre"
+    return Description(
+        format=format.name,
+        model=first.model,
+        model_revision=first.model_revision,
+        lora=first.lora,
+        num_layers=first.num_layers,
+        hidden_size=first.hidden_size,
+        dtype=first.dtype,
+        layer_ids=layers.ids,
+        slots=tuple(slot_name(layer) for layer in layers.ids),
+        last_layer_norm=side,
+        norm=norm.description if norm else {},
+        trainer=format.counting(layers),
+    )

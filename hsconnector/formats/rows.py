@@ -1,0 +1,95 @@
+"""The data set beside an export: which capture belongs to which row, and which of its tokens count.
+
+Only hashes and packed masks are kept, so a data set of a few hundred thousand rows takes a few hundred bytes a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hsconnector.errors import SettingsError
+from hsconnector.extraction.prompts import Missing, Prompt, PromptReader, Row
+from hsconnector.extraction.rows import open_rows
+from hsconnector.protocol import pack_token_ids
+
+__all__ = ["DataRow", "read_rows", "token_hash"]
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """One row: either `problem` says why it cannot be used, or the rest is set."""
+
+    row: int
+    """Its index in the data set, which is the trainer's."""
+    sample_id: str
+    problem: str = ""
+    content_hash: str = ""
+    token_hash: str = ""
+    num_tokens: int = 0
+    packed_mask: bytes = b""
+
+    @property
+    def loss_mask(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """`[T]`, 1 where a token counts."""
+        bits = np.unpackbits(np.frombuffer(self.packed_mask, np.uint8), count=self.num_tokens)
+        return bits.astype(np.int64)
+
+    @property
+    def mask_hash(self) -> str:
+        """Tells two masks apart."""
+        return hashlib.sha256(self.packed_mask).hexdigest()
+
+
+def read_rows(path: Path, content_hash: Callable[[bytes], str]) -> tuple[list[DataRow], bool]:
+    """Every row of a data set, and whether it has loss masks at all; raises SettingsError.
+
+    `content_hash` makes a capture's hash of int64 little-endian token ids. A row without a mask counts every token.
+    """
+    masked = False
+
+    def noted(rows: Iterator[Row]) -> Iterator[DataRow]:
+        nonlocal masked
+        for index, row in enumerate(rows):
+            masked = masked or (isinstance(row, dict) and row.get("loss_mask") is not None)
+            yield _data_row(row, index, content_hash)
+
+    rows = list(noted(open_rows(path).read()))
+    if not rows:
+        raise SettingsError(f"{path} has no rows")
+    return rows, masked
+
+
+def token_hash(token_ids: bytes) -> str:
+    """SHA-256 (hex) of int64 little-endian token ids."""
+    return hashlib.sha256(token_ids).hexdigest()
+
+
+def _data_row(row: Row, index: int, content_hash: Callable[[bytes], str]) -> DataRow:
+    named = isinstance(row, dict) and row.get("sample_id") not in (None, "")
+    prompt = PromptReader(id_field="sample_id" if named else "").read(row, index)
+    if isinstance(prompt, Missing):
+        return DataRow(index, prompt.sample_id, problem=_problem(prompt))
+    packed = pack_token_ids(prompt.token_ids)
+    return DataRow(
+        row=index,
+        sample_id=prompt.sample_id,
+        content_hash=content_hash(packed),
+        token_hash=token_hash(packed),
+        num_tokens=len(prompt.token_ids),
+        packed_mask=_packed(prompt),
+    )
+
+
+def _problem(missing: Missing) -> str:
+    if "--tokenizer" in missing.reason:
+        return "is a conversation: export reads input_ids and loss_mask, which `hsconnector extract` saves beside it"
+    return missing.reason
+
+
+def _packed(prompt: Prompt) -> bytes:
+    return np.packbits(np.array(prompt.loss_mask, np.uint8)).tobytes()

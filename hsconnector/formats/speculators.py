@@ -1,0 +1,90 @@
+"""speculators: `hs_{row}.safetensors`, the shard itself.
+
+Read by `hs_connectors.transfer.FileTransfer` and `speculators.train.data`: `hidden_states` `[T, L, H]`, of which the
+last slot is taken as the verifier's last layer before the final norm and the others, flattened, as what the drafter
+reads; `token_ids` `[T]` int64, equal to the data set's row. The loss mask stays in the data set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hsconnector.errors import ShardError, StoreError
+from hsconnector.formats.sample import Exported, Layers, Sample, split_layers
+from hsconnector.shard import data_hash, open_shard
+
+__all__ = ["Speculators"]
+
+_DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+class Speculators:
+    """The offline files of `speculators train`."""
+
+    name = "speculators"
+    suffix = ".safetensors"
+    post_norm = False
+    has_mask = False
+    needs_row = True
+
+    def choose(self, layer_ids: tuple[int, ...], num_layers: int) -> Layers:
+        return split_layers(self.name, layer_ids, num_layers, last=True)
+
+    def counting(self, layers: Layers) -> str:
+        shown = " ".join(map(str, layers.aux))
+        return f"--target-layer-ids {shown} (speculators counts as vLLM does; layer {layers.last} is added by itself)"
+
+    def file_name(self, row: int | None, capture_id: str) -> str:
+        return f"hs_{row}{self.suffix}"
+
+    def refusal(self, loss_mask: Any) -> str:
+        return ""
+
+    def write(self, sample: Sample, path: Path) -> None:
+        capture = sample.capture
+        header, data = shard_parts(capture.hidden_states, capture.token_ids, capture.metadata, capture.layer_ids)
+        try:
+            with path.open("wb") as file:
+                file.write(header)
+                for piece in data:
+                    file.write(piece)
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def read(self, path: str | os.PathLike[str]) -> Exported:
+        capture = open_shard(path, verify=True)
+        if not capture.layer_ids:
+            raise ShardError(f"{path} holds no layers")
+        states = capture.hidden_states
+        return Exported(token_ids=capture.token_ids, aux=states[:, :-1].flatten(1), last=states[:, -1])
+
+
+def shard_parts(
+    hidden_states: Any, token_ids: Any, metadata: Any, layer_ids: tuple[int, ...]
+) -> tuple[bytes, list[memoryview]]:
+    """A shard as header and pieces of data, laid out as the sidecar does; the metadata is the capture's.
+
+    `hidden_states` `[T, L, H]`, `token_ids` `[T]`. `data_hash` is that of this data section.
+    """
+    pieces = [_bytes(hidden_states), _bytes(token_ids)]
+    middle, end = len(pieces[0]), len(pieces[0]) + len(pieces[1])
+    about = dict(metadata) | {"layer_ids": json.dumps(list(layer_ids), separators=(",", ":"))}
+    about["data_hash"] = data_hash(b"".join(pieces))
+    dtype = _DTYPE_NAMES[str(hidden_states.dtype).removeprefix("torch.")]
+    fields = {
+        "__metadata__": about,
+        "hidden_states": {"dtype": dtype, "shape": list(hidden_states.shape), "data_offsets": [0, middle]},
+        "token_ids": {"dtype": "I64", "shape": list(token_ids.shape), "data_offsets": [middle, end]},
+    }
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    length = len(text) + -len(text) % 8
+    return length.to_bytes(8, "little") + text.ljust(length), pieces
+
+
+def _bytes(tensor: Any) -> memoryview:
+    import torch
+
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")

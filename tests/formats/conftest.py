@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.formats.samples import DataSet, feed, make_rows
+from tests.models import tiny_qwen3
+from tests.sidecar import start_sidecar
+
+ROWS = 6
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A sidecar that holds a capture of every row of a data set."""
+
+    url: str
+    store: Path
+    model: Path
+    rows: DataSet
+    data: Path
+    dtype: torch.dtype
+
+
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
+def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Captured]:
+    dtype: torch.dtype = getattr(torch, request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model = tiny_qwen3(folder / "model", dtype=dtype)
+    rows = make_rows(ROWS)
+    data = rows.write_lines(folder / "data.jsonl")
+    sidecar = start_sidecar(folder / "store")
+    try:
+        feed(sidecar.url, model, enumerate(rows.token_ids), dtype=dtype)
+        yield Captured(sidecar.url, folder / "store", model, rows, data, dtype)
+    finally:
+        sidecar.stop()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
