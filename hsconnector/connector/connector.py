@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hsconnector.connector import compat
 from hsconnector.connector.gather import gather_for, pin
+from hsconnector.connector.lockfiles import LockFiles, shard_path
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import parse_settings, parse_wish
@@ -171,8 +172,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         ending = self._end(request, block_ids)
         if ending.capture_id is None:
             return ending.hold, None
-        handle = f"{self._settings.handle_base}/v1/captures/{ending.capture_id}"
-        return ending.hold, {"handle": handle, "capture_id": ending.capture_id}
+        return ending.hold, self._answer(ending.capture_id)
+
+    def _answer(self, capture_id: str) -> dict[str, Any]:
+        """The response's `kv_transfer_params`."""
+        answer = {"handle": f"{self._settings.handle_base}/v1/captures/{capture_id}", "capture_id": capture_id}
+        if self._settings.file_backend:
+            answer["hidden_states_path"] = shard_path(self._settings.store_dir, capture_id)
+        return answer
 
     def _end(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Ending:
         tracker = self.tracker
@@ -219,7 +226,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         timeout = max(1.0, self._settings.stall_timeout_s)
         transport = HttpTransport(self._settings.sidecar, self._settings.api_key, timeout)
         on_ring = _pin_ring if view.device.type == "cuda" else _leave_ring
-        sender = Sender(producer, self._settings, transport, on_ring)
+        locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
+        sender = Sender(producer, self._settings, transport, on_ring, locks=locks)
         gather = gather_for(view, self._group.block_size)
         self._worker = Worker(view, self._group.block_size, gather, sender, self._settings)
         sender.start()

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from hsconnector.connector.lockfiles import LockFiles
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.transport import Transport
@@ -94,7 +95,8 @@ class Stream:
 class Sender:
     """Ships what the worker queues. `pump` is one turn of its work; `start` runs turns on a thread of its own.
 
-    `on_ring` sees each new ring before it is used, to page-lock it for instance.
+    `on_ring` sees each new ring before it is used, to page-lock it for instance. `locks` are held from the beginning of
+    a capture to the sidecar's final answer.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Sender:
         transport: Transport,
         on_ring: Callable[[Ring], None] = lambda ring: None,
         now: Callable[[], float] = time.monotonic,
+        locks: LockFiles | None = None,
     ) -> None:
         self.row_bytes = producer.row_bytes
         self._producer = producer
@@ -111,6 +114,7 @@ class Sender:
         self._transport = transport
         self._on_ring = on_ring
         self._now = now
+        self._locks = locks
         self._lock = threading.Condition()
         self._stream: Stream | None = None
         self._spare: Ring | None = None
@@ -150,6 +154,8 @@ class Sender:
                 self._record(Loss(info, *self._down))
                 return False
             stream.open[info.capture_id] = info
+            if self._locks is not None:
+                self._locks.hold(info.capture_id)
             self._queue(stream, Item(Open(info)))
             return True
 
@@ -167,6 +173,7 @@ class Sender:
     def fail(self, info: CaptureInfo, reason: FailReason, detail: str) -> None:
         """The capture will have no shard, whether the sidecar has heard of it or not."""
         log.info("capture %s (request %.80r) failed: %s: %s", info.capture_id, info.request_id, reason, detail)
+        self._drop_lock(info.capture_id)
         with self._lock:
             stream = self._stream
             loss = Loss(info, reason, detail)
@@ -245,6 +252,8 @@ class Sender:
         if stream is not None:
             self._goodbye(stream)
         self._spare = self._stream = None
+        if self._locks is not None:
+            self._locks.close()
         self._transport.close()
 
     def _unfinished(self) -> set[str]:
@@ -388,11 +397,17 @@ class Sender:
             stream.failing.pop(capture_id, None)
         elif result.status is MessageStatus.FAILED and stream.open.pop(capture_id, None) is not None:
             self._refused.add(capture_id)
+            self._drop_lock(capture_id)
             log.warning("capture %s failed in the sidecar: %s: %s", capture_id, result.reason, result.detail)
         elif isinstance(message, Commit):
             stream.open.pop(capture_id, None)
+            self._drop_lock(capture_id, ready=result.state is CaptureState.READY)
             if result.state is CaptureState.QUARANTINED:
                 log.warning("capture %s is quarantined: %s", capture_id, result.detail)
+
+    def _drop_lock(self, capture_id: str, *, ready: bool = False) -> None:
+        if self._locks is not None:
+            self._locks.drop(capture_id, ready=ready)
 
     # ---- under the lock
 
@@ -416,6 +431,7 @@ class Sender:
             self._next_try, self._pause = self._now(), FIRST_PAUSE_S
             lost = [Loss(info, reason, detail) for info in stream.open.values()]
             for loss in [*lost, *stream.failing.values()]:
+                self._drop_lock(loss.info.capture_id)
                 self._record(loss)
         self._settle_copies(stream.queue)
         ids = ", ".join(loss.info.capture_id for loss in lost[:5])

@@ -46,6 +46,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How long a finished request may hold its blocks without a row of it moving, in seconds."""
     include_output_tokens: bool = False
     """Capture prompt and output; a request can say otherwise."""
+    file_backend: bool = False
+    """Serve speculators' stock `file` backend on the same host: answers name the file, a lock file says when it is
+    there. Quarantined captures have no such file."""
+    store_dir: str = ""
+    """For `file_backend`: the sidecar's `--store` as the engine and the trainer see it, an absolute path."""
 
     @property
     def handle_base(self) -> str:
@@ -78,6 +83,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     settings = _convert(extra)
     _check_ranges(settings)
     _check_addresses(settings)
+    _check_file_backend(settings)
     return settings
 
 
@@ -137,6 +143,16 @@ def _check_addresses(settings: ConnectorSettings) -> None:
         raise SettingsError(f"sidecar is http://host:port or unix:///path/to/socket, got {settings.sidecar!r}")
     if settings.public_url and urlsplit(settings.public_url).scheme not in ("http", "https"):
         raise SettingsError(f"public_url starts with http:// or https://, got {settings.public_url!r}")
+
+
+def _check_file_backend(settings: ConnectorSettings) -> None:
+    if settings.file_backend and not os.path.isabs(settings.store_dir):
+        raise SettingsError(
+            "file_backend needs store_dir, the sidecar's --store as an absolute path on this host, "
+            f"got {settings.store_dir!r}"
+        )
+    if settings.store_dir and not settings.file_backend:
+        raise SettingsError(f"store_dir {settings.store_dir!r} is for file_backend, which is off; set it to true")
 
 
 def _check_texts(request: RequestSettings) -> None:
