@@ -58,7 +58,8 @@ async def get_capture(capture_id: str, sidecar: Served, wait: Wait = 0) -> JSONR
     return JSONResponse(sidecar.describe(record), headers={"retry-after": "1"} if receiving else None)
 
 
-@router.api_route("/v1/captures/{capture_id}/tensors", methods=["GET", "HEAD"])
+@router.head("/v1/captures/{capture_id}/tensors", include_in_schema=False)
+@router.get("/v1/captures/{capture_id}/tensors")
 async def get_tensors(
     request: Request,
     capture_id: str,
@@ -80,7 +81,8 @@ async def delete_capture(capture_id: str, sidecar: Served) -> Response:
     return Response(status_code=204)
 
 
-@router.api_route("/v1/requests/{request_id:path}/hidden-states", methods=["GET", "HEAD"])
+@router.head("/v1/requests/{request_id:path}/hidden-states", include_in_schema=False)
+@router.get("/v1/requests/{request_id:path}/hidden-states")
 async def get_by_request(
     request: Request,
     request_id: str,

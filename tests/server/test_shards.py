@@ -27,9 +27,15 @@ ID = "0123456789ab00000000000000000042"
 
 def producer(dtype: str = "float32", layers: tuple[int, ...] = (0, 2, 4), hidden: int = 32) -> Producer:
     return Producer(
-        engine_id="engine-1", model="org/model", model_revision="abc", vllm_version="0.32.0", layer_ids=layers, num_layers=4,
-        hidden_size=hidden, dtype=dtype,
-    )  # fmt: skip
+        engine_id="engine-1",
+        model="org/model",
+        model_revision="abc",
+        vllm_version="0.32.0",
+        layer_ids=layers,
+        num_layers=4,
+        hidden_size=hidden,
+        dtype=dtype,
+    )
 
 
 def about(**more: object) -> CaptureInfo:
