@@ -15,13 +15,14 @@ import torch
 from hsconnector.connector.tracker import Arrival, Ended, Progress, Scheduled, Wish
 from hsconnector.connector.vllm_specs import groups_from_vllm
 from hsconnector.errors import LayoutError, SettingsError, UnsupportedError
-from hsconnector.layout.locate import HiddenGroup, check_view_block_size, locate_hidden_group
+from hsconnector.layout.locate import check_view_block_size
+from hsconnector.layout.started import StartReport, check_started
 from hsconnector.protocol import FailReason, Producer
 
 __all__ = [
     "block_major",
+    "check_start",
     "ended",
-    "hidden_group",
     "is_first_tensor_rank",
     "layer_ids",
     "producer",
@@ -66,7 +67,7 @@ def untested() -> str | None:
         raise UnsupportedError(f"vLLM {text} is too old: hidden states are extracted from 0.28 on")
     if minor not in TESTED:
         names = ", ".join(f"{major}.{minor_}" for major, minor_ in sorted(TESTED))
-        return f"vLLM {text} is untested with this hsconnector (tested: {names}); compare a capture with `hsconnector verify`"
+        return f"vLLM {text} is untested here (tested: {names}); compare a capture with `hsconnector verify`"
     return None
 
 
@@ -92,7 +93,8 @@ def refuse_config(vllm_config: Any) -> None:
         raise UnsupportedError("kv_sharing_fast_prefill skips prompt tokens in the upper layers; start without it")
     if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0"):
         raise UnsupportedError(
-            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: a request sent again under a held id stops the engine; unset it"
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: a request sent again under a held id stops the engine; "
+            "unset it"
         )
 
 
@@ -112,11 +114,18 @@ def num_layers(vllm_config: Any) -> int:
     return int(vllm_config.model_config.hf_text_config.num_hidden_layers)
 
 
-def hidden_group(kv_cache_config: Any, vllm_config: Any) -> HiddenGroup:
-    """The hidden-state group among the engine's groups."""
-    if kv_cache_config is None:
-        return locate_hidden_group(None, vllm_config.cache_config.block_size)
-    return locate_hidden_group(groups_from_vllm(kv_cache_config.kv_cache_groups))
+def check_start(kv_cache_config: Any, vllm_config: Any) -> StartReport:
+    """What the engine did with its KV cache, checked; raises `LayoutError` on what gives wrong rows."""
+    cache = vllm_config.cache_config
+    groups = groups_from_vllm(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else None
+    return check_started(
+        groups,
+        cache_block_size=cache.block_size,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        hash_block_size=getattr(kv_cache_config, "hash_block_size", None),
+        num_slots=len(layer_ids(vllm_config)),
+        hidden_size=vllm_config.model_config.get_hidden_size(),
+    )
 
 
 def producer(vllm_config: Any, cache: torch.Tensor, block_size: int) -> Producer:

@@ -30,6 +30,7 @@ from hsconnector.connector.tracker import Ending, Tracker, Wish
 from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
 from hsconnector.errors import LayoutError
+from hsconnector.layout.started import StartReport
 from hsconnector.protocol import FailReason
 
 __all__ = ["HiddenStatesConnector"]
@@ -45,6 +46,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """vLLM's envelope around one step's news."""
 
     step: Step
+
+
+def _nothing_reset() -> bool | None:
+    return True
+
+
+def _nothing_finished() -> tuple[set[str] | None, set[str] | None]:
+    return None, None
 
 
 def guarded(
@@ -80,26 +89,21 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         compat.refuse_config(vllm_config)
-        self._group = compat.hidden_group(kv_cache_config, vllm_config)
+        report = compat.check_start(kv_cache_config, vllm_config)
+        self._group = report.hidden
         self._worker: Worker | None = None
         self._reported: set[str] = set()
         self._mismatch = ""
         self.tracker: Tracker | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.tracker = Tracker(self._group.index, self._group.block_size)
-            self._say_started()
+            self._say_started(report)
 
-    def _say_started(self) -> None:
+    def _say_started(self, report: StartReport) -> None:
         if (line := compat.untested()) is not None:
             log.warning(line)
-        log.info(
-            "hidden states: layers %s, group %d, %d tokens a block, captures %s to %s",
-            list(compat.layer_ids(self._vllm_config)),
-            self._group.index,
-            self._group.block_size,
-            self._settings.capture,
-            self._settings.sidecar,
-        )
+        ids = list(compat.layer_ids(self._vllm_config))
+        log.info("%s; layers %s, captures %s to %s", report.line, ids, self._settings.capture, self._settings.sidecar)
 
     # ---- both sides
 
@@ -203,7 +207,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Whether blocks will come free by themselves, so that preempting another request can wait."""
         return self.tracker is not None and self.tracker.holds_blocks
 
-    @guarded(lambda: True)
+    @guarded(_nothing_reset)
     def reset_cache(self) -> bool | None:
         """New weights: what is open would mix two models."""
         if self.tracker is not None:
@@ -264,7 +268,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             log.error("no hidden states are captured: %s", detail)
         return step.refused(detail)
 
-    @guarded(lambda: (None, None))
+    @guarded(_nothing_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Held requests whose rows have left the cache on this rank."""
         released, self._reported = self._reported, set()

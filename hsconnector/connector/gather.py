@@ -131,7 +131,7 @@ class DeviceGather:
         shape = (self._rows, *blocks.row_shape)
         self._buffers = [torch.empty(shape, dtype=view.dtype, device=view.device) for _ in range(2)]
         self._tickets: list[torch.cuda.Event | None] = [None, None]
-        self._stream = torch.cuda.Stream(device=view.device)
+        self._stream = torch.cuda.Stream(device=view.device)  # type: ignore[no-untyped-call]
 
     def largest(self) -> int:
         return self._rows if self._free_buffer() is not None else 0
@@ -146,14 +146,14 @@ class DeviceGather:
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
             out.copy_(buffer, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._tickets[index] = event
         return EventTicket(event)
 
     def _free_buffer(self) -> int | None:
         for index, event in enumerate(self._tickets):
-            if event is None or event.query():
+            if event is None or event.query():  # type: ignore[no-untyped-call]
                 return index
         return None
 
@@ -170,7 +170,7 @@ class EventTicket:
         self._event = event
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -195,7 +195,7 @@ def rows_tensor(memory: mmap.mmap, offset: int, count: int, like: torch.Tensor) 
 def pin(memory: mmap.mmap, size: int) -> Callable[[], None]:
     """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status != 0:
         return lambda: None

@@ -375,7 +375,7 @@ class Sender:
                 self._lose(FailReason.SIDECAR_REFUSED, str(error))
             except SidecarUnreachable as error:
                 now = self._now()
-                if self._closing is None and now < give_up or deadline is not None and now < deadline:
+                if (self._closing is None and now < give_up) or (deadline is not None and now < deadline):
                     time.sleep(0.05)
                     continue
                 self._lose(FailReason.SIDECAR_UNREACHABLE, str(error))

@@ -32,7 +32,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """What handles start with, as clients reach the sidecar; default: `sidecar`, where that is a URL."""
     transport: Literal["auto", "shm", "http"] = "auto"
     """`auto` uses shared memory where the sidecar can open it; `shm` insists; `http` never tries."""
-    shm_dir: str = "/dev/shm"  # noqa: S108
+    shm_dir: str = "/dev/shm"
     """Where the shared staging file is created; the sidecar's `--shm-dir` must be the same place."""
     ring_bytes: int = 128 << 20
     """Staging memory, in bytes. Below 64 MiB throughput suffers."""

@@ -99,7 +99,7 @@ def kv_cache_config(shape: str, num_blocks: int) -> tuple[KVCacheConfig, int, in
     if shape == "composite":
         return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layers.0", "cache_only_layers.6"], full)]), 0, 16
     window = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32)
-    hidden = HiddenStateCacheSpec(block_size=8, num_kv_heads=SLOTS, head_size=HIDDEN, dtype=torch.float32)
+    hidden = HiddenStateCacheSpec(block_size=8, num_kv_heads=SLOTS, head_size=256, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layers.0"], full), KVCacheGroupSpec(["layers.1"], window)]
     own = KVCacheGroupSpec(["cache_only_layers.6"], hidden)
     if shape == "first":
