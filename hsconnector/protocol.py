@@ -172,6 +172,8 @@ class Producer(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     """Tokens in one block of the hidden-state group."""
     ring: RingOffer | None = None
+    instance: str = ""
+    """Random, one per producer's life. A new stream of the same instance ends the one before: it was given up."""
 
     @property
     def row_bytes(self) -> int:

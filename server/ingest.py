@@ -88,7 +88,12 @@ class Ingest:
         self._buffer = bytearray()
 
     def register(self, producer: Producer) -> ProducerAccepted:
-        """Opens a stream."""
+        """Opens a stream; one that the same producer had before was given up by it."""
+        for given_up in [
+            s for s in self.streams.values() if producer.instance and s.producer.instance == producer.instance
+        ]:
+            self._end(given_up, FailReason.SIDECAR_UNREACHABLE, "its producer gave this stream up and opened another")
+            self.settle()
         ring, reason = self._open_ring(producer)
         stream = Stream(producer, ring)
         self.streams[stream.producer_id] = stream

@@ -6,6 +6,7 @@ Written against 0.28 to 0.32. The objects are read by attribute, so that nothing
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -144,6 +145,7 @@ def producer(vllm_config: Any, cache: torch.Tensor, block_size: int) -> Producer
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_rank=getattr(parallel, "data_parallel_index", 0) or parallel.data_parallel_rank,
         block_size=block_size,
+        instance=secrets.token_hex(8),
     )
 
 
