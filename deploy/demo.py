@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"
 BIN = Path(sys.executable).parent
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYERS = "eagle3"
+LAYERS = "auto"
 console = Console(highlight=False)
 BEGAN = time.monotonic()
 

