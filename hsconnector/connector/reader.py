@@ -109,6 +109,11 @@ class Reader:
         """Forgets every capture and releases every block."""
         return [capture for request_id in list(self._captures) if (capture := self.drop(request_id))]
 
+    def release(self, request_id: str) -> None:
+        """Gives back the blocks of a request that has ended and is not followed here."""
+        self._held.discard(request_id)
+        self._released.add(request_id)
+
     def find(self, capture_ids: Iterable[str]) -> list[Capture]:
         """The open captures with these capture ids."""
         wanted = set(capture_ids)
@@ -141,7 +146,7 @@ class Reader:
     def _finish(self, finish: Finish, now: float) -> None:
         capture = self._captures.get(finish.request_id)
         if capture is None:
-            self._released.add(finish.request_id)
+            self.release(finish.request_id)
             return
         self._held.add(finish.request_id)
         capture.finish = finish

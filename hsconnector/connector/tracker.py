@@ -121,6 +121,7 @@ class Tracker:
         self._finishes: list[Finish] = []
         self._final_blocks: list[TableChange] = []
         self._held: set[str] = set()
+        self._early: dict[str, tuple[FailReason, str]] = {}
         self._current = Step(group, block_size)
 
     @property
@@ -149,11 +150,13 @@ class Tracker:
         for progress in scheduled.progress:
             self._proceed(progress, scheduled, step)
         self._drain(step)
+        self._current = Step(self.group, self.block_size)
         return step
 
     def salvage(self) -> Step:
-        """After `step` raised: what the worker must hear all the same, beginnings and ends."""
-        step = Step(self.group, self.block_size, lost=self._current.lost, begun=self._current.begun)
+        """After `step` raised, or was never reached: what the worker must hear all the same, beginnings and ends."""
+        broken, self._current = self._current, Step(self.group, self.block_size)
+        step = Step(self.group, self.block_size, lost=broken.lost, begun=broken.begun)
         self._drain(step)
         return step
 
@@ -164,6 +167,7 @@ class Tracker:
         any other, though the request was aborted (a stop string reaches the scheduler as an abort).
         """
         self._advanced.discard(ended.request_id)
+        self._early.pop(ended.request_id, None)
         tracked = self._requests.pop(ended.request_id, None)
         if tracked is None:
             return Ending(False, None)
@@ -183,8 +187,11 @@ class Tracker:
         self._held.difference_update(request_ids)
 
     def fail(self, request_id: str, reason: FailReason, detail: str) -> None:
-        """Ends a capture whose request goes on."""
-        tracked = self._requests.get(request_id)
+        """Ends a capture whose request goes on, or is still to be scheduled for the first time."""
+        if request_id not in self._requests:
+            self._early.setdefault(request_id, (reason, detail))
+            return
+        tracked = self._requests[request_id]
         if tracked is not None and not tracked.failed:
             tracked.failed = True
             self._failures.append(Failure(request_id, reason, detail))
@@ -192,6 +199,7 @@ class Tracker:
     def abandon(self, request_id: str, detail: str) -> None:
         """Forgets a request whose end went wrong on our side; its blocks are not held."""
         self._requests.pop(request_id, None)
+        self._early.pop(request_id, None)
         self._held.discard(request_id)
         self._finishes = [finish for finish in self._finishes if finish.request_id != request_id]
         self._failures.append(Failure(request_id, FailReason.INTERNAL_ERROR, detail))
@@ -218,15 +226,17 @@ class Tracker:
             if tracked is not None:
                 self._come_back(tracked, arrival, scheduled, step)
             return
-        wish = arrival.wish()
+        wish = _ask(arrival)
+        early = self._early.pop(request_id, None)
         if not wish.capture:
             self._requests[request_id] = None
             return
         info = self._describe(arrival, wish)
         tracked = self._requests[request_id] = _Tracked(info)
         step.begun.append(info)
-        if wish.problem is not None:
-            self.fail(request_id, *wish.problem)
+        problem = wish.problem or early
+        if problem is not None:
+            self.fail(request_id, *problem)
             return
         self._own(tracked, arrival.blocks, step)
         self._count(tracked, arrival.num_computed, scheduled)
@@ -360,3 +370,11 @@ class Tracker:
             mm_hashes=arrival.mm_hashes,
             expected_content_hash=wish.expected_content_hash,
         )
+
+
+def _ask(arrival: Arrival) -> Wish:
+    """What a request wants; a bug in finding out is that request's problem alone."""
+    try:
+        return arrival.wish()
+    except Exception as error:
+        return Wish(problem=(FailReason.INTERNAL_ERROR, f"reading the request: {type(error).__name__}: {error}"))

@@ -1,0 +1,563 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hsconnector.connector.step import Failure, Finish, Step, TableChange
+from hsconnector.connector.tracker import Arrival, Ended, Ending, Progress, Scheduled, Tracker, Wish
+from hsconnector.protocol import FailReason, RowsKind, pack_token_ids
+from tests.connector.scheduling import BLOCK, PREEMPTED, RUNNING, WAITING, Engine, Request, counted_ids
+
+OUTPUT = Wish(rows=RowsKind.PROMPT_AND_OUTPUT)
+
+
+def tracker(block_size: int = BLOCK) -> Tracker:
+    return Tracker(1, block_size, counted_ids(), now=lambda: 12.5)
+
+
+def arrival(name: str, blocks: list[int], num_prompt: int, num_computed: int = 0, **more: Any) -> Arrival:
+    return Arrival(name, blocks, num_computed, num_prompt, **more)
+
+
+def step(
+    into: Tracker,
+    *arrivals: Arrival,
+    progress: tuple[Progress, ...] = (),
+    preempted: tuple[str, ...] = (),
+    **counts: int,
+) -> Step:
+    return into.step(Scheduled(preempted, arrivals, progress, counts))
+
+
+def ended(name: str, num_prompt: int, outputs: int = 1, computed: int | None = None, **more: Any) -> Ended:
+    tokens = list(range(num_prompt + outputs))
+    computed = num_prompt + max(0, outputs - 1) if computed is None else computed
+    return Ended(name, num_prompt, tokens, computed, **{"reason": "length", **more})
+
+
+class TestReadable:
+    def test_nothing_in_the_first_step_not_even_hits(self) -> None:
+        t = tracker()
+        first = step(t, arrival("a", [3, 4, 5], 10, num_computed=8), a=2)
+        assert [info.request_id for info in first.begun] == ["a"]
+        assert first.tables == [TableChange("a", (3, 4, 5), start_over=True)]
+        assert first.readable == []
+        assert step(t).readable == [("a", 10)]
+
+    def test_each_chunk_a_step_later(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 10), a=4)
+        second = step(t, progress=(Progress("a", [7], 4),), a=4)
+        assert second.readable == [("a", 4)]
+        assert second.tables == [TableChange("a", (7,))]
+        third = step(t, progress=(Progress("a", [9], 8),), a=2)
+        assert third.readable == [("a", 8)]
+        assert step(t).readable == [("a", 10)]
+        assert step(t).readable == []
+
+    def test_a_request_that_is_not_scheduled_again_is_readable_all_the_same(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 4), a=4)
+        assert step(t).readable == [("a", 4)]
+
+    def test_output_rows_are_not_while_they_may_be_rejected(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 3, wish=lambda: OUTPUT), a=3)
+        assert step(t, progress=(Progress("a", [], 3),), a=2).readable == [("a", 3)]
+        assert step(t, progress=(Progress("a", [4], 4),), a=2).readable == []
+
+    def test_a_chunk_whose_rows_the_next_step_computes_again(self) -> None:
+        """What the engine says it has is believed, not what was scheduled."""
+        t = tracker()
+        step(t, arrival("a", [3, 4], 8), a=4)
+        assert step(t, progress=(Progress("a", [], 2),), a=4).readable == [("a", 2)]
+
+
+class TestComingBack:
+    """The three shapes, and the two in which it happens within one step."""
+
+    def started(self) -> Tracker:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 8), a=8)
+        assert step(t, progress=(Progress("a", [5], 8),), a=1).readable == [("a", 8)]
+        return t
+
+    def test_resumed_as_the_v1_runner_shows_it(self) -> None:
+        t = self.started()
+        assert step(t, preempted=("a",)).lost == ["a"]
+        back = step(t, progress=(Progress("a", [7, 8, 9], 4, resumed=True),), a=4)
+        assert (back.begun, back.readable) == ([], [])
+        assert back.tables == [TableChange("a", (7, 8, 9), start_over=True)]
+        assert step(t).readable == [("a", 8)]
+
+    def test_again_among_the_new_as_the_v2_runner_shows_it(self) -> None:
+        t = self.started()
+        step(t, preempted=("a",))
+        back = step(t, arrival("a", [7, 8, 9], 8, num_computed=4), a=4)
+        assert (back.begun, back.readable) == ([], [])
+        assert back.tables == [TableChange("a", (7, 8, 9), start_over=True)]
+        assert step(t).readable == [("a", 8)]
+
+    @pytest.mark.parametrize("v2", [False, True])
+    def test_preempted_and_back_within_one_step(self, v2: bool) -> None:
+        t = self.started()
+        if v2:
+            back = step(t, arrival("a", [7, 8], 8), preempted=("a",), a=8)
+        else:
+            back = step(t, progress=(Progress("a", [7, 8], 0, resumed=True),), preempted=("a",), a=8)
+        assert back.lost == ["a"]
+        assert back.tables == [TableChange("a", (7, 8), start_over=True)]
+        assert (back.begun, back.readable) == ([], [])
+        assert step(t).readable == [("a", 8)]
+
+    def test_back_without_word_of_it(self) -> None:
+        """Its blocks are gone, so what comes is its whole table though nobody says so."""
+        t = self.started()
+        step(t, preempted=("a",))
+        back = step(t, progress=(Progress("a", [7, 8], 0),), a=8)
+        assert back.tables == [TableChange("a", (7, 8), start_over=True)]
+        assert back.readable == []
+
+    def test_rows_due_are_lost_with_the_blocks(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 8), a=8)
+        gone = step(t, preempted=("a",))
+        assert (gone.lost, gone.readable) == (["a"], [])
+        assert step(t).readable == []
+
+    def test_a_skipped_request_stays_skipped(self) -> None:
+        t = tracker()
+        assert step(t, arrival("a", [3], 4, wish=lambda: Wish(capture=False)), a=4) == Step(1, BLOCK)
+        step(t, preempted=("a",))
+        assert step(t, arrival("a", [3], 4, wish=lambda: Wish()), a=4) == Step(1, BLOCK)
+        assert t.finish(ended("a", 4), [3]) == Ending(False, None)
+        assert t.tracked == 0
+
+    def test_a_prompt_that_grew_is_a_session(self) -> None:
+        t = self.started()
+        (failure,) = step(t, arrival("a", [3, 4, 5], 12, num_computed=8), a=4).failed
+        assert failure.reason is FailReason.UNSUPPORTED_REQUEST
+        assert "8 to 12" in failure.detail
+
+
+class TestEnd:
+    def test_held_when_every_row_was_scheduled(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        ending = t.finish(ended("a", 6), [3, 4])
+        assert ending == Ending(True, f"{0:032x}")
+        assert t.holds_blocks
+        assert step(t).finished == [Finish("a", 6, pack_token_ids(range(6)), "length")]
+        assert t.tracked == 0
+        assert t.held == {"a"}
+        t.reported(["a", "a", "other"])
+        assert not t.holds_blocks
+
+    def test_a_stop_string_is_an_abort_with_every_row(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        assert t.finish(ended("a", 6, reason="abort"), [3, 4]).hold
+        assert step(t).finished[0].reason == "abort"
+
+    def test_an_abort_in_the_middle_of_the_prompt(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 6), a=4)
+        assert t.finish(ended("a", 6, outputs=0, computed=4, reason="abort"), [3]) == Ending(False, f"{0:032x}")
+        told = step(t)
+        assert told.finished == []
+        assert told.failed == [Failure("a", FailReason.ABORTED, "the request ended (abort) with 4 of 6 rows computed")]
+
+    def test_an_abort_while_preempted_comes_with_an_empty_table(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        step(t, preempted=("a",))
+        assert not t.finish(ended("a", 6, computed=0, reason="abort"), []).hold
+        assert step(t).failed[0].reason is FailReason.ABORTED
+
+    def test_a_table_that_does_not_cover_the_rows(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        assert not t.finish(ended("a", 6), [3]).hold
+        assert step(t).failed[0].detail.endswith("4 of 6 rows computed")
+
+    def test_a_request_that_never_ran(self) -> None:
+        t = tracker()
+        assert t.finish(ended("a", 6, computed=0), []) == Ending(False, None)
+        assert step(t) == Step(1, BLOCK)
+
+    def test_finished_twice(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        assert t.finish(ended("a", 6), [3, 4]).hold
+        assert t.finish(ended("a", 6), [3, 4]) == Ending(False, None)
+        assert len(step(t).finished) == 1
+
+    def test_output_rows_are_all_but_the_last_token(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6, wish=lambda: OUTPUT), a=6)
+        assert t.finish(ended("a", 6, outputs=4), [3, 4, 5]).hold
+        told = step(t)
+        assert told.finished == [Finish("a", 9, pack_token_ids(range(9)), "length")]
+        assert told.tables == [TableChange("a", (5,))]
+
+    def test_max_tokens_of_one_has_the_prompt_only(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6, wish=lambda: OUTPUT), a=6)
+        t.finish(ended("a", 6, outputs=1), [3, 4])
+        assert step(t).finished[0].num_rows == 6
+
+    def test_no_output_at_all_has_the_prompt_too(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6, wish=lambda: OUTPUT), a=6)
+        t.finish(ended("a", 6, outputs=0, computed=6), [3, 4])
+        assert step(t).finished[0].num_rows == 6
+
+    def test_another_table_at_the_end_replaces_the_old_one(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        t.finish(ended("a", 6), [3, 9])
+        assert step(t).tables == [TableChange("a", (3, 9), start_over=True)]
+
+    def test_a_session_that_ends(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        problem = (FailReason.UNSUPPORTED_REQUEST, "resumable sessions are not captured")
+        assert not t.finish(ended("a", 6, problem=problem), [3, 4]).hold
+        assert step(t).failed == [Failure("a", *problem)]
+
+    def test_a_prompt_without_tokens(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [], 0), a=1)
+        assert t.finish(ended("a", 0, outputs=1, computed=1), [3]).hold
+        assert step(t).finished[0].num_rows == 0
+
+
+class TestFailures:
+    def test_a_null_block_in_the_first_table(self) -> None:
+        t = tracker()
+        (failure,) = step(t, arrival("a", [3, 0], 8), a=8).failed
+        assert failure.reason is FailReason.LAYOUT
+        assert "block 0" in failure.detail
+        assert step(t).readable == []
+        assert not t.finish(ended("a", 8), [3, 0]).hold
+
+    def test_a_null_block_later(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 8), a=4)
+        (failure,) = step(t, progress=(Progress("a", [0], 4),), a=4).failed
+        assert failure.reason is FailReason.LAYOUT
+
+    def test_a_null_block_in_the_last_table(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 8), a=8)
+        assert not t.finish(ended("a", 8), [0, 4]).hold
+        assert step(t).failed[0].reason is FailReason.LAYOUT
+
+    def test_a_null_block_beyond_the_wanted_rows_does_not_matter(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 8), a=8)
+        assert t.finish(ended("a", 8), [3, 4, 0]).hold
+
+    def test_rows_taken_back_after_they_were_read(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3, 4], 8), a=8)
+        step(t, progress=(Progress("a", [5], 8),), a=1)
+        (failure,) = step(t, progress=(Progress("a", [], 4),), a=4).failed
+        assert failure.reason is FailReason.EXTERNAL_PREFIX
+        assert "rows 4 to 8" in failure.detail
+
+    def test_rows_from_outside_are_known_before_the_request_is(self) -> None:
+        """The engine says so while it allocates, before the step in which the request is new."""
+        t = tracker()
+        t.fail("a", FailReason.EXTERNAL_PREFIX, "16 tokens")
+        first = step(t, arrival("a", [3, 4], 8), a=8)
+        assert [info.request_id for info in first.begun] == ["a"]
+        assert first.failed == [Failure("a", FailReason.EXTERNAL_PREFIX, "16 tokens")]
+        assert not t.finish(ended("a", 8), [3, 4]).hold
+
+    def test_rows_from_outside_for_a_request_that_never_runs(self) -> None:
+        t = tracker()
+        t.fail("a", FailReason.EXTERNAL_PREFIX, "16 tokens")
+        assert t.finish(ended("a", 8, computed=0), []) == Ending(False, None)
+        assert not t._early
+
+    def test_rows_from_outside_for_a_skipped_request(self) -> None:
+        t = tracker()
+        t.fail("a", FailReason.EXTERNAL_PREFIX, "16 tokens")
+        assert step(t, arrival("a", [3], 4, wish=lambda: Wish(capture=False)), a=4) == Step(1, BLOCK)
+        t.fail("a", FailReason.EXTERNAL_PREFIX, "16 tokens")
+        assert step(t) == Step(1, BLOCK)
+
+    def test_only_the_first_failure_is_told(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 4), a=4)
+        t.fail("a", FailReason.LAYOUT, "first")
+        t.fail("a", FailReason.INTERNAL_ERROR, "second")
+        assert step(t).failed == [Failure("a", FailReason.LAYOUT, "first")]
+        assert t.finish(ended("a", 4), [3]) == Ending(False, f"{0:032x}")
+        assert step(t) == Step(1, BLOCK)
+
+    def test_a_bad_wish_fails_its_own_capture(self) -> None:
+        t = tracker()
+        wish = Wish(problem=(FailReason.BAD_REQUEST, "tags"))
+        first = step(t, arrival("a", [3], 4, wish=lambda: wish), arrival("b", [4], 4), a=4, b=4)
+        assert first.failed == [Failure("a", FailReason.BAD_REQUEST, "tags")]
+        assert [info.request_id for info in first.begun] == ["a", "b"]
+        assert step(t).readable == [("b", 4)]
+
+    def test_a_wish_that_raises_fails_its_own_capture(self) -> None:
+        def broken() -> Wish:
+            raise TypeError("what is this")
+
+        t = tracker()
+        first = step(t, arrival("a", [3], 4, wish=broken), arrival("b", [4], 4), a=4, b=4)
+        assert [(f.request_id, f.reason) for f in first.failed] == [("a", FailReason.INTERNAL_ERROR)]
+        assert "what is this" in first.failed[0].detail
+        assert step(t).readable == [("b", 4)]
+
+    def test_everything_fails_held_ones_too(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 4), arrival("b", [4], 4), arrival("c", [5], 4), a=4, b=4, c=4)
+        t.finish(ended("a", 4), [3])
+        step(t)
+        t.finish(ended("b", 4), [4])
+        t.fail_all(FailReason.CACHE_RESET, "new weights")
+        told = step(t)
+        assert sorted((f.request_id, f.reason) for f in told.failed) == [
+            (name, FailReason.CACHE_RESET) for name in "abc"
+        ]
+        assert [finish.request_id for finish in told.finished] == ["b"]
+        assert t.held == {"a", "b"}
+
+    def test_abandoned_requests_hold_nothing(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 4), arrival("b", [4], 4), a=4, b=4)
+        t.finish(ended("a", 4), [3])
+        t.abandon("a", "went wrong")
+        t.abandon("b", "went wrong")
+        told = step(t)
+        assert not told.finished
+        assert [(f.request_id, f.reason) for f in told.failed] == [
+            ("a", FailReason.INTERNAL_ERROR),
+            ("b", FailReason.INTERNAL_ERROR),
+        ]
+        assert (t.tracked, t.holds_blocks) == (0, False)
+
+
+class TestSalvage:
+    def broken_step(self, t: Tracker) -> Step:
+        """A step that raises after `b` has begun, dealt with as the connector does."""
+        bad = Progress("a", None, 4)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            step(t, arrival("b", [4], 4), progress=(Progress("c", None, 0, resumed=True), bad), preempted=("c",))  # type: ignore[arg-type]
+        t.fail_all(FailReason.INTERNAL_ERROR, "a bug")
+        return t.salvage()
+
+    def test_beginnings_and_ends_are_told(self) -> None:
+        t = tracker()
+        step(t, *(arrival(name, [ord(name)], 4) for name in "acd"), a=4, c=4, d=4)
+        t.finish(ended("d", 4), [ord("d")])
+        told = self.broken_step(t)
+        assert told.lost == ["c"]
+        assert [info.request_id for info in told.begun] == ["b"]
+        assert {f.request_id for f in told.failed} == {"a", "b", "c", "d"}
+        assert [f.request_id for f in told.finished] == ["d"]
+        for name in "abc":
+            assert not t.finish(ended(name, 4), [1]).hold
+        assert t.held == {"d"}
+
+    def test_nothing_begins_again(self) -> None:
+        """Where the step was never reached, the beginnings of the one before are not told a second time."""
+        t = tracker()
+        step(t, arrival("a", [3], 4), a=4)
+        t.fail_all(FailReason.INTERNAL_ERROR, "a bug")
+        first = t.salvage()
+        assert first.begun == []
+        assert [f.request_id for f in first.failed] == ["a"]
+        t.fail_all(FailReason.INTERNAL_ERROR, "a bug")
+        assert t.salvage() == Step(1, BLOCK)
+
+    def test_a_step_after_a_broken_one(self) -> None:
+        t = tracker()
+        step(t, arrival("a", [3], 4), arrival("c", [3], 4), a=4, c=4)
+        self.broken_step(t)
+        after = step(t, arrival("e", [9], 4), e=4)
+        assert [info.request_id for info in after.begun] == ["e"]
+        assert step(t).readable == [("e", 4)]
+
+
+def test_a_capture_says_what_its_request_is() -> None:
+    t = tracker()
+    wish = Wish(dataset="d", sample_id="s", tags={"k": "v"}, expected_content_hash="ab", rows=OUTPUT.rows)
+    first = step(t, arrival("a", [3], 4, lora="adapter", mm_hashes=("x",), wish=lambda: wish), a=4)
+    (info,) = first.begun
+    assert (info.request_id, info.num_prompt_tokens, info.created) == ("a", 4, 12.5)
+    assert (info.dataset, info.sample_id, info.tags) == ("d", "s", {"k": "v"})
+    assert (info.lora, info.mm_hashes, info.expected_content_hash) == ("adapter", ("x",), "ab")
+    assert info.rows is RowsKind.PROMPT_AND_OUTPUT
+
+
+class TrackerMachine(RuleBasedStateMachine):
+    """Random scheduling; every step told to the worker is compared with what is true of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = tracker()
+        self.engine = Engine(self.tracker)
+        self.tables: dict[str, list[int]] = {}
+        self.readable: dict[str, int] = {}
+        self.begun: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.doomed: set[str] = set()
+        """Captures that must not come to a good end."""
+
+    @rule(
+        num_prompt=st.integers(1, 20),
+        wish=st.sampled_from([Wish(), OUTPUT, OUTPUT, Wish(capture=False)]),
+    )
+    def add(self, num_prompt: int, wish: Wish) -> None:
+        self.engine.add(num_prompt, wish)
+
+    @precondition(lambda self: self.engine.live())
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        self.engine.begin_step()
+        for request in self.engine.live():
+            self._schedule(request, data)
+        self._check(self.engine.end_step())
+
+    def _schedule(self, request: Request, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, 9))
+        hits = data.draw(st.integers(0, request.num_prompt - 1)) // BLOCK * BLOCK
+        if request.status == WAITING:
+            if data.draw(st.booleans()):
+                self.engine.arrive(request, count, hits)
+        elif request.status == PREEMPTED:
+            way = data.draw(st.sampled_from([None, self.engine.arrive, self.engine.resume]))
+            if way is not None:
+                way(request, count, hits)
+        else:
+            self._go_on(request, count, hits, data.draw(st.sampled_from(["run", "run", "stay", "out", "v1", "v2"])))
+
+    def _go_on(self, request: Request, count: int, hits: int, action: str) -> None:
+        if action == "run":
+            self.engine.run(request, count, rejected=count % 2)
+        elif action != "stay":
+            self.engine.preempt(request)
+            if action == "v1":
+                self.engine.resume(request, count, hits)
+            elif action == "v2":
+                self.engine.arrive(request, count, hits)
+
+    @precondition(lambda self: self.engine.live())
+    @rule(data=st.data(), reason=st.sampled_from(["stop", "length", "abort"]), again=st.booleans())
+    def finish(self, data: st.DataObject, reason: str, again: bool) -> None:
+        request = data.draw(st.sampled_from(self.engine.live()))
+        captured = request.wish.capture and request.name in self.begun
+        expected = captured and request.name not in self.doomed and self._whole(request)
+        assert self.engine.finish(request, reason) is expected
+        if captured and not expected:
+            self.doomed.add(request.name)
+        if again:
+            assert not self.tracker.finish(self.engine.as_ended(request), tuple(request.table)).hold
+
+    def _whole(self, request: Request) -> bool:
+        return request.status == RUNNING and request.computed >= request.wanted
+
+    @precondition(lambda self: self.engine.held)
+    @rule(data=st.data())
+    def report(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engine.held)))
+        if self.finished[name]:
+            del self.engine.held[name]
+            self.tracker.reported([name])
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.doomed.update(r.name for r in self.engine.live() if r.name in self.begun)
+        self.doomed.update(self.engine.held)
+        self.tracker.fail_all(FailReason.CACHE_RESET, "new weights")
+
+    @precondition(lambda self: self.engine.live(WAITING, PREEMPTED))
+    @rule(data=st.data())
+    def load_from_outside(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.engine.live(WAITING, PREEMPTED)))
+        self.doomed.add(request.name)
+        self.tracker.fail(request.name, FailReason.EXTERNAL_PREFIX, "loaded")
+
+    def _check(self, told: Step) -> None:
+        assert (told.group, told.block_size) == (1, BLOCK)
+        for name in told.lost:
+            self.tables.pop(name, None)
+            self.readable.pop(name, None)
+        self.begun.update(info.request_id for info in told.begun)
+        self.failed.update(failure.request_id for failure in told.failed)
+        for change in told.tables:
+            if change.start_over:
+                self.tables[change.request_id] = []
+                self.readable.pop(change.request_id, None)
+            self.tables[change.request_id].extend(change.blocks)
+        for name, rows in told.readable:
+            self._check_readable(name, rows)
+        for finish in told.finished:
+            self._check_finish(finish)
+        for request in self.engine.live(RUNNING):
+            self._check_progress(request)
+
+    def _check_readable(self, name: str, rows: int) -> None:
+        request = self.engine.requests[name]
+        assert not request.ended
+        assert request.status == RUNNING
+        assert not request.returned
+        assert self.readable.get(name, 0) < rows <= min(request.rows_before, request.num_prompt)
+        assert self.tables[name] == request.table[: len(self.tables[name])]
+        assert len(self.tables[name]) * BLOCK >= rows
+        self.readable[name] = rows
+
+    def _check_finish(self, finish: Finish) -> None:
+        self.finished[finish.request_id] += 1
+        request = self.engine.requests[finish.request_id]
+        assert finish.num_rows == request.wanted
+        assert len(finish.token_ids) == 8 * finish.num_rows
+        held = self.engine.held[finish.request_id]
+        assert self.tables[finish.request_id][: len(held)] == held
+
+    def _check_progress(self, request: Request) -> None:
+        """Nothing is kept back: every prompt row that may be read has been told."""
+        if not request.returned and request.wish.capture and request.name not in self.doomed:
+            assert self.readable.get(request.name, 0) == min(request.rows_before, request.num_prompt)
+
+    @invariant()
+    def told_at_most_once(self) -> None:
+        assert all(count == 1 for count in self.begun.values())
+        assert all(count == 1 for count in self.finished.values())
+        assert all(count == 1 for name, count in self.failed.items() if not self.finished[name])
+        assert self.failed.keys() <= self.doomed
+
+    @invariant()
+    def nothing_is_kept(self) -> None:
+        live = {request.name for request in self.engine.live()}
+        assert self.tracker.tracked <= len(live)
+        assert self.tracker.held == set(self.engine.held)
+        assert set(self.tracker._early) <= live
+        assert self.tracker._advanced <= live
+
+    def teardown(self) -> None:
+        for request in self.engine.live():
+            self.engine.finish(request, "abort")
+        self.engine.begin_step()
+        self._check(self.engine.end_step())
+        for name in self.begun:
+            assert self.finished[name] or self.failed[name]
+        assert self.tracker.tracked == 0
+        assert all(self.finished[name] for name in self.engine.held)
+
+
+TestTrackerMachine = TrackerMachine.TestCase
+TestTrackerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
