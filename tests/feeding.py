@@ -55,6 +55,7 @@ class Feeder:
             **about,
         }
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = url
         self._http = httpx.Client(base_url=url, headers=headers, trust_env=False)
         answer = self._http.post("/v1/producers", content=encode(Producer(**producer))).raise_for_status()
         self._id, self._seq = decode(answer.content, ProducerAccepted).producer_id, 0

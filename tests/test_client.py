@@ -323,7 +323,10 @@ def test_an_answer_cut_short_is_never_taken_for_whole(sidecar: SidecarThread, fe
 
 
 def test_nobody_there() -> None:
-    with Client("http://127.0.0.1:9") as client, pytest.raises(SidecarUnreachable, match=r"at http://127[.]0[.]0[.]1:9"):
+    with (
+        Client("http://127.0.0.1:9") as client,
+        pytest.raises(SidecarUnreachable, match=r"at http://127[.]0[.]0[.]1:9"),
+    ):
         client.find()
 
 

@@ -11,9 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.cells import cell_len, set_cell_size
 
 from hsconnector.client import DEFAULT_URL, CaptureRecord, Client
 from hsconnector.errors import CaptureNotFound
@@ -21,7 +19,7 @@ from hsconnector.layout.presets import slot_name
 from hsconnector.protocol import is_capture_id
 from hsconnector.shard import ShardHeader, open_header
 
-__all__ = ["plain", "show"]
+__all__ = ["columns", "plain", "readable_bytes", "show"]
 
 _LATEST = 20
 
@@ -55,6 +53,14 @@ def show(
 def plain(text: str) -> str:
     """A text from elsewhere, safe for a terminal: what is not printable is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table as lines, nothing cut off."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def readable_bytes(count: int) -> str:
@@ -159,20 +165,17 @@ def _print_fields(fields: Mapping[str, str]) -> None:
 
 
 def _print_list(records: Sequence[CaptureRecord]) -> None:
-    table = Table("capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request", box=None)
+    if not records:
+        typer.echo("no captures yet")
+        return
+    rows = [["capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request"]]
     for record in records:
-        state = record.state + (f": {record.reason}" if record.reason else "")
-        cells = [
-            record.capture_id,
-            _moment(record.created)[:19],
-            state,
+        about = [
+            record.state + (f": {record.reason}" if record.reason else ""),
             str(record.num_rows),
             str(len(record.layer_ids)),
             readable_bytes(record.size),
-            record.dataset,
-            record.sample_id,
-            record.request_id,
         ]
-        table.add_row(*(Text(plain(cell)) for cell in cells))
-    console = Console()
-    console.print(table if records else "no captures yet")
+        texts = [record.dataset, record.sample_id, record.request_id]
+        rows.append([record.capture_id, _moment(record.created)[:19], *about, *texts])
+    typer.echo(columns(rows))

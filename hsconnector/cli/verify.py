@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from hsconnector.cli.show import plain
+from hsconnector.cli.show import columns, plain
 from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.comparison import DEFAULT_TOLERANCES, compare, explain
 from hsconnector.errors import CaptureNotFound, SettingsError
@@ -163,23 +162,15 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _print(reports: list[Report]) -> None:
-    table = Table("capture", "request", "rows", "layers", "dtype", "largest difference", "relative", "", box=None)
+    rows = [["capture", "request", "rows", "layers", "dtype", "largest difference", "relative", ""]]
     for report in reports:
-        table.add_row(
-            report.capture_id,
-            plain(report.request_id),
-            str(report.rows),
-            ",".join(map(str, report.layer_ids)),
-            report.dtype,
-            f"{report.largest:.2g}",
-            f"{report.largest_relative:.2g}",
-            "equal" if report.ok else "DIFFERS",
-        )
-    console = Console()
-    console.print(table)
+        layers = ",".join(map(str, report.layer_ids))
+        differences = [f"{report.largest:.2g}", f"{report.largest_relative:.2g}", "equal" if report.ok else "DIFFERS"]
+        rows.append([report.capture_id, report.request_id, str(report.rows), layers, report.dtype, *differences])
+    typer.echo(columns(rows))
     for report in reports:
         if not report.ok:
-            console.print(sentence(report), markup=False, highlight=False, soft_wrap=True)
+            typer.echo(plain(sentence(report)))
 
 
 def sentence(report: Report) -> str:
