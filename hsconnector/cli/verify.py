@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -77,7 +78,7 @@ def verify(
     for capture in track(captures, "comparing", console=console, transient=True, disable=not console.is_terminal):
         name = model or capture.metadata.get("model", "")
         if name not in models:
-            models[name] = ReferenceModel(name, dtype=dtype, device=device)
+            models[name] = _load(name, dtype, device)
         reports.append(check(capture, models[name], tolerance))
         if as_json:
             typer.echo(json.dumps(asdict(reports[-1])))
@@ -85,6 +86,16 @@ def verify(
         _print(reports)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
+
+
+def _load(name: str, dtype: str, device: str) -> ReferenceModel:
+    if not name:
+        raise SettingsError("the capture does not name its model: give the checkpoint with --model")
+    with contextlib.suppress(ImportError):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    return ReferenceModel(name, dtype=dtype, device=device)
 
 
 def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -> Report:
