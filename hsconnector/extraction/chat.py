@@ -123,11 +123,9 @@ class ChatTokenizer:
         self, mask: list[int], token_ids: list[int], offsets: Sequence[tuple[int, int]], start: int, end: int
     ) -> None:
         inside = [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
-        if not inside:
-            return
         closing = [i for i in inside if token_ids[i] in self._special]
-        following = inside[-1] + 1
-        if not closing and following < len(token_ids) and token_ids[following] in self._special:
+        following = next((i for i, (first, _) in enumerate(offsets) if first >= end), None)
+        if not closing and following is not None and token_ids[following] in self._special:
             closing, inside = [following], [*inside, following]
         for i in inside:
             mask[i] = 1 if not closing or i <= closing[-1] else 0

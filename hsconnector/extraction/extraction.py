@@ -78,7 +78,8 @@ class Extraction:
     ) -> None:
         self.ledger = ledger
         self._order = order
-        self._engines = itertools.cycle(engines)
+        self._engines = tuple(engines)
+        self._turn = itertools.count()
         self._sidecar = sidecar
         self._target = target
         self._changed = changed
@@ -152,12 +153,12 @@ class Extraction:
 
     async def _capture(self, ask: _Ask) -> None:
         """One row, until it is captured or has been asked for often enough."""
-        reason = ""
+        reason, turn = "", next(self._turn)
         for attempt in range(ask.attempts):
             if attempt and await self._there_meanwhile(ask, attempt):
                 return self._book(ask)
             try:
-                await self._attempt(ask)
+                await self._attempt(ask, self._engines[(turn + attempt) % len(self._engines)])
             except (EngineBusy, CaptureUnfit) as error:
                 reason = str(error)
                 if isinstance(error, CaptureUnfit) and not error.again:
@@ -168,8 +169,8 @@ class Extraction:
                 return self._book(ask)
         return self._fail(ask.prompt, f"{reason} (attempt {ask.attempts} of {ask.attempts})", in_vain=True)
 
-    async def _attempt(self, ask: _Ask) -> None:
-        capture_id = await next(self._engines).capture(self._body(ask))
+    async def _attempt(self, ask: _Ask, engine: Engine) -> None:
+        capture_id = await engine.capture(self._body(ask))
         waited = self._order.capture_timeout_s
         judge(await self._sidecar.wait(capture_id, waited), ask.prompt, self._target, waited_s=waited)
 
