@@ -147,14 +147,21 @@ class Ingest:
 
     def delete(self, record: Record) -> None:
         """Removes a final capture's shard and leaves a tombstone."""
-        self.store.remove(record.capture_id, record.size)
-        self._expire(record, "deleted")
+        self.remove(record, "deleted")
         self.settle()
+
+    def remove(self, record: Record, detail: str) -> bool:
+        """The same, told to nobody before `settle`; False where it had gone before."""
+        known = self.catalog.get(record.capture_id)
+        if known is None or known.state not in (CaptureState.READY, CaptureState.QUARANTINED, CaptureState.FAILED):
+            return False
+        self.store.remove(known.capture_id, known.size)
+        self._expire(known, detail)
+        return True
 
     def gone(self, record: Record) -> None:
         """Notes that a shard's file is not there any more."""
-        self.store.used -= record.size
-        self._expire(record, "its shard file is gone")
+        self.remove(record, "its shard file is gone")
         self.settle()
 
     def close(self) -> None:

@@ -6,11 +6,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from hsconnector.protocol import CaptureState, FailReason
 
-__all__ = ["REASONS", "Metrics"]
+__all__ = ["OUTCOMES", "REASONS", "REMOVED", "Metrics"]
 
 REASONS = ("non_finite", "zero_rows", "zero_slots", "constant_rows", "equal_slots", "wrong_content_hash")
 """Every reason a verdict can give."""
 
+OUTCOMES = ("delivered", "redelivered", "acked", "released", "expired", "late")
+"""Every outcome of a lease."""
+REMOVED = ("asked", "ttl", "acked", "oldest", "selected")
+"""Every reason to remove a capture."""
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -56,6 +60,16 @@ class Metrics:
         self.queue = Gauge("hsconnector_queue_batches", "Batches that wait for the writer.", registry=self.registry)
         self.store_bytes = Gauge("hsconnector_store_bytes", "Bytes of shards in the store.", registry=self.registry)
         self.waiting = Gauge("hsconnector_waiting_readers", "Readers in a long poll.", registry=self.registry)
+        self.lent = Counter(
+            "hsconnector_lent_captures", "Captures lent, by what became of them.", ["outcome"], registry=self.registry
+        )
+        self.leased = Gauge("hsconnector_leased_captures", "Captures that are lent now.", registry=self.registry)
+        self.removed = Counter(
+            "hsconnector_removed_captures", "Captures that retention removed, by why.", ["why"], registry=self.registry
+        )
+        self.full_waits = Counter(
+            "hsconnector_full_waits", "Batches held back because the store was full.", registry=self.registry
+        )
         self._start_at_zero()
 
     def text(self) -> bytes:
@@ -71,5 +85,9 @@ class Metrics:
             self.findings.labels(finding)
         for result in ("taken", "repeated", "refused"):
             self.batches.labels(result)
+        for outcome in OUTCOMES:
+            self.lent.labels(outcome)
+        for why in REMOVED:
+            self.removed.labels(why)
         for via in ("shm", "body"):
             self.row_bytes.labels(via)

@@ -30,16 +30,21 @@ from hsconnector.protocol import (
     decode_batch,
     is_capture_id,
 )
+from server.admission import Admission
 from server.catalog import Catalog, Filter, Page
 from server.ingest import Ingest
+from server.leases import Leases
+from server.lending import Lending
 from server.metrics import Metrics
+from server.readers import Readers
 from server.records import Record, describe
 from server.recovery import recover
 from server.refusals import Refusal
+from server.retention import Limits, Retention
 from server.settings import Settings
 from server.store import Store
 from server.streams import read_producer
-from server.waiting import Waiters
+from server.waiting import LEASES, ROOM, Waiters
 
 __all__ = ["Sidecar"]
 
@@ -59,11 +64,13 @@ class Sidecar:
         self.public_url = settings.public_url or public_url or f"http://{settings.host}:{settings.port}"
         self.metrics = Metrics()
         self.waiters = Waiters()
+        self.readers = Readers()
         self.body_limit = 8 + MAX_MESSAGES_BYTES + int(settings.max_payload_bytes)
         self.store = Store(settings.store, quota=settings.quota)
         try:
             self.catalog = Catalog(self.store.catalog_path, durable=settings.durable)
             recover(self.store, self.catalog, self.metrics)
+            self._leases = Leases(self.catalog.path, self.metrics, durable=settings.durable)
         except (OSError, sqlite3.Error) as error:
             self.store.close()
             raise StoreError(f"the store {settings.store} cannot be opened: {error}") from error
@@ -71,22 +78,30 @@ class Sidecar:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="hsconnector-writer")
         self._slots = asyncio.Semaphore(settings.queue_batches)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._limit()
 
     async def start(self) -> None:
-        """Begins to watch for silent producers."""
+        """Begins to watch for silent producers and for what has outlived its time."""
         self._loop = asyncio.get_running_loop()
-        self._watch = asyncio.create_task(self._watch_streams(), name="hsconnector-watch")
+        settings = self.settings
+        self._tasks = [
+            asyncio.create_task(
+                self._repeat(settings.heartbeat_s / 4, self._ingest.lose_silent), name="hsconnector-watch"
+            ),
+            asyncio.create_task(self._repeat(settings.sweep_s, self.lending.sweep), name="hsconnector-sweep"),
+        ]
 
     async def stop(self) -> None:
         """Finishes what waits for the writer, fails what is open, closes everything."""
         self.waiters.close()
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+                await task
         await asyncio.get_running_loop().run_in_executor(self._writer, self._ingest.close)
         await asyncio.to_thread(self._writer.shutdown)
+        self._leases.close()
         self.catalog.close()
         self.store.close()
 
@@ -102,6 +117,8 @@ class Sidecar:
         if stream is not None:
             stream.waiting += 1
         try:
+            if stream is not None:
+                await self._admission.wait_for_room(stream, batch)
             return await self._write(self._ingest.take, batch, payload)
         except Refusal:
             self.metrics.batches.labels("refused").inc()
@@ -202,15 +219,30 @@ class Sidecar:
 
     def _announce(self, names: list[str]) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.waiters.tell, names)
+            self._loop.call_soon_threadsafe(self.waiters.tell, [*names, LEASES, ROOM])
 
-    async def _watch_streams(self) -> None:
+    def _limit(self) -> None:
+        """Gives the store its limits, and what watches over them."""
+        settings = self.settings
+        limits = Limits(ttl_s=settings.ttl_s, max_bytes=settings.quota, evict=settings.evict)
+        retention = Retention(
+            limits, self.store, self.catalog, self._leases, self.readers, self._ingest.remove, self.metrics
+        )
+        self.store.make_room = retention.make_room
+        self._admission = Admission(
+            self.store, retention, self.waiters, self.metrics, settings.full_wait_s, self._write
+        )
+        self.lending = Lending(
+            self._leases, retention, self.catalog, self.waiters, self._write, self._ingest.settle, self._announce
+        )
+
+    async def _repeat(self, every_s: float, function: Callable[[], None]) -> None:
         while True:
-            await asyncio.sleep(self.settings.heartbeat_s / 4)
+            await asyncio.sleep(every_s)
             try:
-                await self._write(self._ingest.lose_silent)
+                await self._write(function)
             except Exception:
-                log.exception("silent producers could not be given up")
+                log.exception("%s failed", function.__qualname__)
 
 
 def _is_final(record: Record | None) -> bool:

@@ -19,7 +19,7 @@ from pydantic_settings import (
 from hsconnector.errors import SettingsError
 from server.auth import is_loopback
 
-__all__ = ["OnUnsound", "Settings", "load"]
+__all__ = ["Evict", "OnUnsound", "Settings", "load"]
 
 
 class OnUnsound(enum.StrEnum):
@@ -31,6 +31,16 @@ class OnUnsound(enum.StrEnum):
     """Failed as `unsound`; its bytes are removed."""
     WARN = "warn"
     """Ready; the verdict and the log say what is wrong."""
+
+
+class Evict(enum.StrEnum):
+    """What may be removed to make room for new captures; see `server.retention`."""
+
+    NONE = "none"
+    ACKED = "acked"
+    """What a consumer has acknowledged."""
+    OLDEST = "oldest"
+    """That first, then whatever is oldest."""
 
 
 class Settings(BaseSettings):
@@ -64,7 +74,16 @@ class Settings(BaseSettings):
     """True: fsync each shard before it gets its name, and the index with each batch."""
     on_unsound: OnUnsound = OnUnsound.QUARANTINE
     quota: ByteSize | None = None
-    """The most bytes of shards the store takes; beyond it captures fail as `disk_full`."""
+    """The most bytes of shards the store takes; at it, what `evict` names is removed to make room."""
+    evict: Evict = Evict.ACKED
+    """What may be removed to make room."""
+    ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds after which a final capture is removed; None keeps it."""
+    full_wait_s: float = Field(10.0, ge=0, le=600)
+    """How long a store without room holds answers back before captures fail as `disk_full`; keep it below the
+    connectors' `stall_timeout_s`."""
+    sweep_s: float = Field(10.0, gt=0)
+    """Between two looks for what has outlived `ttl_s`."""
     heartbeat_s: float = Field(15.0, gt=0)
     """A producer silent for this long is lost."""
     max_payload_bytes: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16)

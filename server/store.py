@@ -14,6 +14,7 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hsconnector.errors import StoreError
@@ -33,6 +34,8 @@ class Store:
         self.quota = quota
         self.used = 0
         """Bytes of shards, those being written included."""
+        self.make_room: Callable[[int], bool] = lambda more: False
+        """Asked before a lack of room is an error; removes what may go."""
         self.captures = root / "captures"
         self.quarantine = root / "quarantine"
         self.damaged = root / "damaged"
@@ -72,10 +75,19 @@ class Store:
         return self.folder(capture_id, state) / f"{capture_id}.safetensors"
 
     def check_room(self, more: int) -> None:
-        """Raises ENOSPC where `more` bytes would go over the quota."""
+        """Raises ENOSPC where `more` bytes would go over the quota and nothing may be removed for them."""
+        if self.shortage(more) > 0:
+            self.make_room(more)
         if self.quota is not None and self.used + more > self.quota:
             used = f"{self.used} of {self.quota} bytes of the quota are used, {more} more were needed"
             raise OSError(errno.ENOSPC, used)
+
+    def shortage(self, more: int, quota: int | None = None) -> int:
+        """How many bytes must go before `more` fit under the quota and on the disk; none or fewer: they fit."""
+        disk = os.statvfs(self.root)
+        limit = self.quota if quota is None else quota
+        over = -1 if limit is None else self.used + more - limit
+        return max(over, more - disk.f_bavail * disk.f_frsize)
 
     def remove(self, capture_id: str, size: int) -> None:
         """Removes a capture's shard wherever it lies."""

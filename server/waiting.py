@@ -8,7 +8,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
-__all__ = ["Waiters"]
+__all__ = ["LEASES", "ROOM", "Waiters"]
+
+LEASES = "leases"
+"""Told of when a capture may have become free to lend."""
+ROOM = "room"
+"""Told of when there may be more room in the store."""
 
 _T = TypeVar("_T")
 

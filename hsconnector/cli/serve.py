@@ -33,6 +33,13 @@ def serve(
     ingest_api_key_file: Annotated[Path | None, typer.Option(help="File that holds it.")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without a key.")] = None,
     quota: Annotated[str | None, typer.Option(help="Most bytes of shards, such as 500GB.")] = None,
+    evict: Annotated[
+        str | None, typer.Option(help="What goes when the quota is reached: acked (default), oldest or none.")
+    ] = None,
+    ttl_s: Annotated[float | None, typer.Option(help="Seconds after which a final capture is removed.")] = None,
+    full_wait_s: Annotated[
+        float | None, typer.Option(help="Seconds a full store slows engines before captures fail [default: 10].")
+    ] = None,
     on_unsound: Annotated[str | None, typer.Option(help="quarantine (default), reject or warn.")] = None,
     durable: Annotated[bool | None, typer.Option("--durable", help="fsync every shard.")] = None,
     heartbeat_s: Annotated[float | None, typer.Option(help="Seconds until a silent engine is lost.")] = None,

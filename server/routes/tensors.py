@@ -25,7 +25,7 @@ async def send_tensors(
     """A response with the tensors of a final capture; raises the `CaptureError` of any other."""
     path = sidecar.shard_path(record, quarantined=quarantined)
     try:
-        file = await asyncio.to_thread(ShardFile, path)
+        file = await asyncio.to_thread(sidecar.readers.open, record.capture_id, path)
     except FileNotFoundError as error:
         raise await sidecar.note_gone(record) from error
     sending = Sending(request, file, sidecar.metrics, _headers(sidecar, record))

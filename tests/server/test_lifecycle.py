@@ -178,7 +178,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def limited_store(tmp_path: Path) -> Iterator[SidecarThread]:
     """A store with a quota of 1 MB."""
-    running = start_sidecar(tmp_path / "store", quota=1_000_000)
+    running = start_sidecar(tmp_path / "store", quota=1_000_000, full_wait_s=0)
     yield running
     running.stop()
 
@@ -213,7 +213,7 @@ def fill_delete_resume(sidecar: SidecarThread) -> None:
 
 
 def test_a_full_disk(small_disk: Path) -> None:
-    running = start_sidecar(small_disk / "store")
+    running = start_sidecar(small_disk / "store", full_wait_s=0)
     try:
         fill_delete_resume(running)
     finally:

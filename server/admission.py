@@ -1,0 +1,88 @@
+"""A full store slows its producers before it fails their captures.
+
+The answer to a batch that does not fit is held back while retention, consumers or people make room: the producer's
+staging memory stays taken, so its own `on_overflow` decides (`wait`: rows stay in the engine's blocks, `drop`: captures
+fail as `overflow`). A store that stays full for `full_wait_s` fails captures as `disk_full` without further delay until
+there is room again, so no producer is slowed without bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from hsconnector.protocol import Batch, Open, Rows
+from server.metrics import Metrics
+from server.retention import Retention
+from server.shards import header_room, metadata_of
+from server.store import Store
+from server.streams import Stream
+from server.waiting import ROOM, Waiters
+
+__all__ = ["Admission", "bytes_needed"]
+
+POLL_S = 0.25
+"""Deadlines and readers free room without telling."""
+
+
+class Admission:
+    """Lets a batch through when there is room for it, or when waiting has not helped; lives in the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        retention: Retention,
+        waiters: Waiters,
+        metrics: Metrics,
+        wait_s: float,
+        write: Callable[[Callable[[int], bool], int], Awaitable[bool]],
+    ) -> None:
+        self._store = store
+        self._retention = retention
+        self._waiters = waiters
+        self._metrics = metrics
+        self._wait_s = wait_s
+        self._write = write
+        self._full_since: float | None = None
+
+    async def wait_for_room(self, stream: Stream, batch: Batch) -> None:
+        """Returns when the batch fits, when the store has been full for too long, or when it can never fit."""
+        more = bytes_needed(stream, batch)
+        if not more or self._store.shortage(more) <= 0:
+            return
+        if self._store.quota is not None and more > self._store.quota:
+            return
+        if await self._fits(more):
+            return
+        self._metrics.full_waits.inc()
+        clock = asyncio.get_running_loop().time
+        if self._full_since is None:
+            self._full_since = clock()
+        deadline = self._full_since + self._wait_s
+        while (left := deadline - clock()) > 0 and not self._waiters.closing:
+            if await self._waiters.until(ROOM, lambda: self._fits(more), bool, min(left, POLL_S)):
+                return
+
+    async def _fits(self, more: int) -> bool:
+        fits = await self._write(self._retention.make_room, more)
+        if fits:
+            self._full_since = None
+        return fits
+
+
+def bytes_needed(stream: Stream, batch: Batch) -> int:
+    """Bytes of shards that a batch will add, headers and token ids included."""
+    total = 0
+    begun = {name for name, capture in list(stream.open.items()) if capture.reserved}
+    opened = {message.capture.capture_id: message.capture for message in batch.messages if isinstance(message, Open)}
+    producer = stream.producer
+    for message in batch.messages:
+        if isinstance(message, Rows):
+            total += message.span.length + 8 * message.count
+            capture = stream.open.get(message.capture_id)
+            info = opened.get(message.capture_id) or (capture.assembly.info if capture else None)
+            if info is not None and message.capture_id not in begun:
+                begun.add(message.capture_id)
+                slots, hidden = len(producer.layer_ids), producer.hidden_size
+                total += header_room(metadata_of(producer, info), producer.dtype, slots, hidden)
+    return total or int(bool(opened))

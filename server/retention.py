@@ -1,0 +1,206 @@
+"""What leaves the store, in which order, and what never does.
+
+In this order, the oldest first within each:
+
+1. `asked`     acknowledged by a consumer that has no more use for it (`delete` with the ack)
+2. `ttl`       final for longer than `ttl_s`
+3. `acked`     acknowledged in any queue, while there is too little room
+4. `oldest`    any other, quarantined ones included, while there is too little room and `evict` is `oldest`
+
+Too little room: the next bytes would go over `quota`, or the disk has none. Steps 1 and 2 need no lack of room. Never
+removed here: what a lease holds, what is being read over HTTP, what is not final. A removed capture is `expired`.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from hsconnector.protocol import CaptureState
+from server.catalog import Catalog, Filter
+from server.leases import Leases, Unheld
+from server.metrics import Metrics
+from server.readers import Readers
+from server.records import Record
+from server.settings import Evict
+from server.store import Store
+
+__all__ = ["Collection", "Leaving", "Limits", "Retention", "Selection", "Why"]
+
+PAGE = 500
+
+
+class Why(enum.StrEnum):
+    """Why a capture leaves."""
+
+    ASKED = "asked"
+    TTL = "ttl"
+    ACKED = "acked"
+    OLDEST = "oldest"
+    SELECTED = "selected"
+    """A person named it."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the store may keep; None is no limit."""
+
+    ttl_s: float | None = None
+    max_bytes: int | None = None
+    evict: Evict = Evict.ACKED
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """A capture that goes, or would."""
+
+    record: Record
+    why: Why
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """Captures that a person wants gone."""
+
+    wanted: Filter
+    created_before: float | None = None
+
+    def admits(self, record: Record) -> bool:
+        """What the index does not decide."""
+        return self.created_before is None or record.created < self.created_before
+
+
+class Collection(msgspec.Struct, frozen=True, kw_only=True):
+    """What one collection removed, or would have."""
+
+    leaving: tuple[Leaving, ...]
+    held: int = 0
+    """Selected captures that stay, because a lease holds them or someone reads them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of shards."""
+        return sum(each.record.size for each in self.leaving)
+
+
+class Retention:
+    """Decides, and removes through `remove`; runs on the writer's thread."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        store: Store,
+        catalog: Catalog,
+        leases: Leases,
+        readers: Readers,
+        remove: Callable[[Record, str], bool],
+        metrics: Metrics,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits
+        self._store = store
+        self._catalog = catalog
+        self._leases = leases
+        self._readers = readers
+        self._remove = remove
+        self._metrics = metrics
+        self._now = now
+
+    def sweep(self) -> int:
+        """Removes what must go; how many captures that were."""
+        return self._take_out(self._leaving(self.limits, 0))
+
+    def make_room(self, more: int) -> bool:
+        """Removes what must go and as much as may go until `more` bytes fit; whether they do."""
+        if self._store.shortage(more) > 0:
+            self._take_out(self._leaving(self.limits, more))
+        return self._store.shortage(more) <= 0
+
+    def remove_asked(self) -> int:
+        """Removes what consumers have no more use for."""
+        return self._take_out(self._asked())
+
+    def collect(self, limits: Limits, *, dry_run: bool) -> Collection:
+        """Applies `limits` now, or says what that would remove."""
+        return self._done(list(self._leaving(limits, 0)), dry_run, held=0)
+
+    def collect_selected(self, selection: Selection, *, dry_run: bool) -> Collection:
+        """Removes the final captures that a person named, save what is held."""
+        found = [record for record in self._selected(selection) if record.size]
+        free = [record for record in found if not self._is_held(record)]
+        leaving = [Leaving(record, Why.SELECTED) for record in free]
+        return self._done(leaving, dry_run, held=len(found) - len(free))
+
+    def _done(self, leaving: list[Leaving], dry_run: bool, held: int) -> Collection:
+        if not dry_run:
+            self._take_out(iter(leaving))
+        return Collection(leaving=tuple(leaving), held=held)
+
+    def _take_out(self, leaving: Iterator[Leaving]) -> int:
+        count = 0
+        for each in leaving:
+            if self._remove(each.record, _DETAIL[each.why]):
+                self._metrics.removed.labels(each.why).inc()
+                count += 1
+        return count
+
+    def _leaving(self, limits: Limits, more: int) -> Iterator[Leaving]:
+        """In the declared order, each once; the caller may remove each as it comes."""
+        shortage = self._store.shortage(more, limits.max_bytes)
+        gone: set[str] = set()
+        for each in itertools.chain(self._asked(), self._outlived(limits), self._evictable(limits)):
+            needed = each.why in (Why.ASKED, Why.TTL) or shortage > 0
+            if not needed:
+                return
+            if each.record.capture_id not in gone:
+                gone.add(each.record.capture_id)
+                shortage -= each.record.size
+                yield each
+
+    def _asked(self) -> Iterator[Leaving]:
+        yield from self._unheld(Unheld.ASKED, Why.ASKED)
+
+    def _outlived(self, limits: Limits) -> Iterator[Leaving]:
+        if limits.ttl_s is None:
+            return
+        oldest = self._now() - limits.ttl_s
+        for each in self._unheld(Unheld.ANY, Why.TTL, created_before=oldest):
+            if (each.record.finished or each.record.created) < oldest:
+                yield each
+
+    def _evictable(self, limits: Limits) -> Iterator[Leaving]:
+        if limits.evict is not Evict.NONE:
+            yield from self._unheld(Unheld.ACKED, Why.ACKED)
+        if limits.evict is Evict.OLDEST:
+            yield from self._unheld(Unheld.ANY, Why.OLDEST)
+
+    def _unheld(self, kind: Unheld, why: Why, *, created_before: float | None = None) -> Iterator[Leaving]:
+        self._catalog.flush()
+        for record in self._leases.unheld(kind, created_before=created_before):
+            if not self._readers.has(record.capture_id):
+                yield Leaving(record, why)
+
+    def _selected(self, selection: Selection) -> Iterator[Record]:
+        self._catalog.flush()
+        cursor: str | None = ""
+        while cursor is not None:
+            page = self._catalog.page(selection.wanted, limit=PAGE, cursor=cursor, oldest_first=True)
+            yield from (
+                record
+                for record in page.records
+                if record.state in (CaptureState.READY, CaptureState.QUARANTINED) and selection.admits(record)
+            )
+            cursor = page.next_cursor
+
+    def _is_held(self, record: Record) -> bool:
+        return self._readers.has(record.capture_id) or self._leases.is_held(record.capture_id)
+
+
+_DETAIL = {
+    Why.ASKED: "deleted with its acknowledgement",
+    Why.TTL: "it was older than the time to live (ttl_s)",
+    Why.ACKED: "removed to make room: it had been acknowledged",
+    Why.OLDEST: "removed to make room: it was among the oldest",
+    Why.SELECTED: "deleted by a collection",
+}
