@@ -229,7 +229,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             raise LayoutError(f"one row has {producer.row_bytes} bytes and ring_bytes is {self._settings.ring_bytes}")
         timeout = max(1.0, self._settings.stall_timeout_s)
         transport = HttpTransport(self._settings.sidecar, self._settings.api_key, timeout)
-        on_ring = _pin_ring if view.device.type == "cuda" else _leave_ring
+        on_ring = functools.partial(_pin_ring, view.device) if view.device.type == "cuda" else _leave_ring
         locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
         sender = Sender(producer, self._settings, transport, on_ring, locks=locks)
         gather = gather_for(view, self._group.block_size)
@@ -289,8 +289,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Rows are read from the cache a step later."""
 
 
-def _pin_ring(ring: Ring) -> None:
-    ring.before_unmap(pin(ring.memory, ring.size))
+def _pin_ring(device: torch.device, ring: Ring) -> None:
+    ring.before_unmap(pin(ring.memory, ring.size, device))
 
 
 def _leave_ring(ring: Ring) -> None:

@@ -8,18 +8,23 @@ kernel blocks than the spec's: then block `b` of a table is the tensor's blocks 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hsconnector.layout.locate import check_view_block_size
 
-__all__ = ["DeviceGather", "Gather", "HostGather", "Ticket", "gather_for", "rows_tensor"]
+__all__ = ["DeviceGather", "Gather", "HostGather", "Ticket", "gather_for", "pin", "rows_tensor"]
+
+log = logging.getLogger("vllm.hsconnector.gather")
 
 DEVICE_BUFFER_BYTES = 32 << 20
 """Each of the two device buffers that rows pass through on their way off a GPU."""
+PORTABLE = 1
+"""`cudaHostRegisterPortable`: page-locked for every context, not only the one that asked."""
 
 
 class Ticket(Protocol):
@@ -192,11 +197,23 @@ def rows_tensor(memory: mmap.mmap, offset: int, count: int, like: torch.Tensor) 
     return flat.view(count, *row_shape)
 
 
-def pin(memory: mmap.mmap, size: int) -> Callable[[], None]:
-    """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it."""
+def pin(memory: mmap.mmap, size: int, device: torch.device) -> Callable[[], None]:
+    """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it.
+
+    Called on a thread that has no device of its own: without `device` the driver would make a context on the first GPU,
+    whichever this engine runs on.
+    """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(address, size, 0))
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
+    with torch.cuda.device(device):
+        status = int(runtime.cudaHostRegister(address, size, PORTABLE))
     if status != 0:
+        log.warning("staging memory could not be page-locked (CUDA error %d): copies from the GPU will wait", status)
         return lambda: None
-    return lambda: (runtime.cudaHostUnregister(address), None)[1]
+
+    def undo() -> None:
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(address)
+
+    return undo

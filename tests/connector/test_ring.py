@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ class RingMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_overlaps(self) -> None:
         spans = sorted((start, start + length) for start, length, _ in self.taken)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
     @invariant()
     def counts(self) -> None:
@@ -183,7 +184,7 @@ class TestShared:
 
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(RingError, match="No space left on device.*docker run --shm-size"):
+        with pytest.raises(RingError, match=r"No space left on device.*docker run --shm-size"):
             Ring.shared(str(tmp_path), PAGE)
         assert list(tmp_path.iterdir()) == []
         assert len(os.listdir("/proc/self/fd")) == before
