@@ -28,7 +28,7 @@ make_venv() {
     "$python" -m venv "$VENV" || fail "$python cannot make a virtual environment at $VENV"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -q "$@"; }
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -qq "$@"; }
 
 installed() { # NAME==VERSION or NAME
     "$VENV/bin/python" - "$1" <<'PY'
@@ -56,7 +56,7 @@ install_engine() {
     pip_install "$CPU_ENGINE" || fail "pip could not install $CPU_ENGINE: where it is torch's +cpu build that is not" \
         "found, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL"
     # Built for another torch, they cannot be imported and take vLLM down with them.
-    "$VENV/bin/python" -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec 2>/dev/null
+    "$VENV/bin/python" -m pip uninstall --disable-pip-version-check -qq -y torchvision torchaudio torchcodec 2>/dev/null
     return 0
 }
 
