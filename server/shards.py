@@ -100,7 +100,7 @@ def metadata_of(producer: Producer, info: CaptureInfo) -> dict[str, str]:
         "model_revision": producer.model_revision,
         "vllm_version": producer.vllm_version,
         "dims": "token,layer,hidden",
-        "layer_ids": json.dumps(list(producer.layer_ids), separators=(",", ":")),
+        "layer_ids": msgspec.json.encode(producer.layer_ids).decode(),
         "num_layers": str(producer.num_layers),
         "last_layer_norm": "pre",
         "dtype": producer.dtype,
@@ -110,7 +110,7 @@ def metadata_of(producer: Producer, info: CaptureInfo) -> dict[str, str]:
         "data_hash": "",
         "dataset": info.dataset,
         "sample_id": info.sample_id,
-        "tags": json.dumps(info.tags, ensure_ascii=False, separators=(",", ":"), sort_keys=True),
+        "tags": msgspec.json.encode(info.tags, order="deterministic").decode(),
         "lora": info.lora,
         "finish_reason": "",
         "created": f"{info.created:.3f}",
@@ -126,7 +126,7 @@ def build_header(metadata: Mapping[str, str], dtype: str, shape: tuple[int, int,
         "hidden_states": {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [0, middle]},
         "token_ids": {"dtype": "I64", "shape": [rows], "data_offsets": [middle, middle + 8 * rows]},
     }
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text = msgspec.json.encode(fields)
     length = room - 8 if room else len(text) + -len(text) % 8
     if len(text) > length:
         raise ShardError(f"a header of {len(text)} bytes does not fit the {length} bytes reserved for it")

@@ -17,6 +17,7 @@ largest signed element of a slot tell at memory speed whether it is finite, whet
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,6 +252,7 @@ class Judge:
         )
 
 
+@functools.lru_cache
 def _spread(size: int) -> npt.NDArray[np.int64]:
     return np.unique(np.linspace(0, size - 1, _PROBES).astype(np.int64))
 

@@ -70,6 +70,14 @@ def test_a_commit_must_agree_with_what_was_received(received: int, message: Comm
     assert words in capture.detail
 
 
+@pytest.mark.parametrize(("start", "count"), [(0, 4), (0, 1), (3, 1), (1, 2)])
+def test_rows_had_before_are_duplicates(start: int, count: int) -> None:
+    capture = assembly()
+    capture.wrote(4)
+    assert capture.rows_step(rows(start, count)) is Step.DUPLICATE
+    assert capture.state is CaptureState.RECEIVING
+
+
 def test_the_first_failure_stays() -> None:
     capture = assembly()
     assert capture.fail(FailReason.ABORTED, "first")
@@ -106,6 +114,12 @@ class OneCapture(RuleBasedStateMachine):
     @rule()
     def send_the_next_row(self) -> None:
         self.send(len(self.written), 1, 0)
+
+    @precondition(lambda self: self.end is None and self.written)
+    @rule(data=st.data())
+    def send_again(self, data: st.DataObject) -> None:
+        start = data.draw(st.integers(0, len(self.written) - 1))
+        self.send(start, data.draw(st.integers(1, len(self.written) - start)), 0)
 
     @rule(off=st.sampled_from([0, 0, 1, -1]), short=st.sampled_from([0, 0, 1]))
     def commit(self, off: int, short: int) -> None:

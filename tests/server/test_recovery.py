@@ -26,7 +26,7 @@ def fill(store: Path, count: int = 1) -> list[str]:
     """A store with some ready captures, and no sidecar."""
     running = start_sidecar(store)
     with Engine(running.url) as engine:
-        names = [engine.capture(20, dataset="d", tags={"n": str(n)}) for n in range(count)]
+        names = [engine.capture(20, dataset="d", tags={"n": str(n % 10)}) for n in range(count)]
     running.stop()
     return names
 
@@ -69,32 +69,33 @@ HOSTILE = {
     "another capture": lambda data: swap(data, b'"capture_id":"0', b'"capture_id":"1'),
     "created never": lambda data: swap(data, b'"created":"', b'"created":"-'),
     "no metadata": lambda data: swap(data, b'"__metadata__"', b'"__metadatx__"'),
-    "tags of numbers": lambda data: swap(data, b'"tags":"{\\"n\\":\\"0\\"}"', b'"tags":"[1,2,3,4,5]"'),
+    "tags of numbers": lambda data: swap(data, b'"tags":"{', b'"tags":"['),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-@pytest.mark.parametrize("damage", list(HOSTILE))
-def test_a_damaged_shard_is_never_ready(store: Path, damage: str, known: bool) -> None:
+def test_damaged_shards_are_never_ready(store: Path, known: bool) -> None:
     """CASES 46."""
-    name, good = fill(store, 2)
-    path = shard(store, name)
-    whole = path.read_bytes()
-    path.write_bytes(HOSTILE[damage](whole))
-    assert path.read_bytes() != whole
+    good, *names = fill(store, 1 + len(HOSTILE))
+    damaged = dict(zip(names, HOSTILE, strict=True))
+    for name, damage in damaged.items():
+        whole = shard(store, name).read_bytes()
+        shard(store, name).write_bytes(HOSTILE[damage](whole))
+        assert shard(store, name).read_bytes() != whole, damage
     if not known:
         for file in store.glob("catalog.sqlite*"):
             file.unlink()
     running = start_sidecar(store)
     try:
-        assert listing(running) == ({name: "expired", good: "ready"} if known else {good: "ready"})
-        status = httpx.get(f"{running.url}/v1/captures/{name}/tensors").status_code
-        assert status == (410 if known else 404)
-        assert httpx.get(f"{running.url}/v1/captures/{good}/tensors").status_code == 200
+        states = {damaged.get(name, name): state for name, state in listing(running).items()}
+        assert states == {good: "ready"} | (dict.fromkeys(HOSTILE, "expired") if known else {})
         with httpx.Client(base_url=running.url) as http:
-            assert metric(http, "hsconnector_damaged_files_total") == 1
-        assert not path.exists()
-        assert [file.name.split(".")[0] for file in (store / "damaged").iterdir()] == [name]
+            assert http.get(f"/v1/captures/{good}/tensors").status_code == 200
+            for name, damage in damaged.items():
+                status = http.get(f"/v1/captures/{name}/tensors").status_code
+                assert status == (410 if known else 404), damage
+            assert metric(http, "hsconnector_damaged_files_total") == len(HOSTILE)
+        assert {file.name.split(".")[0] for file in (store / "damaged").iterdir()} == set(damaged)
     finally:
         running.stop()
 

@@ -173,7 +173,7 @@ def oracle(values: Values) -> dict[str, Any]:
 CODES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -60000.0, math.inf, -math.inf, math.nan])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     data=st.data(),
     dtype=st.sampled_from(list(DTYPES)),
