@@ -78,6 +78,12 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         if self._client is None:
             self._client = Client(self.source.url)
 
+    def close(self) -> None:
+        """Closes the connection; the trainer leaves that to the end of its processes."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """The sample of row `file_idx`: `hidden_states` `[T, L, H]`, `token_ids` `[T]`; None where none is stored.
 
