@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -166,13 +167,17 @@ def test_the_store_is_made_for_us_and_our_group(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB; needs root, which the tests of the container have."""
+def small_disk(tmp_path: Path) -> Iterator[SidecarThread]:
+    """A store on a file system of 3 MB; where nothing may be mounted, with a quota."""
     folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder]
+    mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    running = start_sidecar(folder / "store", quota=None if mounted else 3_000_000, full_wait_s=0)
+    yield running
+    running.stop()
+    if mounted:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture
@@ -212,12 +217,24 @@ def fill_delete_resume(sidecar: SidecarThread) -> None:
         assert http.get("/readyz").json() == {"ready": True, "reasons": []}
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    running = start_sidecar(small_disk / "store", full_wait_s=0)
-    try:
-        fill_delete_resume(running)
-    finally:
-        running.stop()
+def test_a_full_disk(small_disk: SidecarThread) -> None:
+    fill_delete_resume(small_disk)
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    running = start_sidecar_process(tmp_path / "store")
+    pid = running.process.pid
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    with Engine(running.url) as engine:
+        before, name = engine.capture(MEGABYTE), engine.open()
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (300_000, hard))
+        assert engine.rows(name, MEGABYTE).reason is FailReason.DISK_FULL
+        assert wait_for_end(running.url, name) == ("failed", "disk_full")
+        assert httpx.get(f"{running.url}/v1/captures/{before}/tensors").status_code == 200
+        assert parts(tmp_path) == []
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+        assert wait_for_end(running.url, engine.capture(MEGABYTE)) == ("ready", None)
+    assert running.stop() == 0
 
 
 def test_a_full_quota(limited_store: SidecarThread) -> None:
