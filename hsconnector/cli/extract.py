@@ -137,7 +137,10 @@ def _carry_out(job: Job, report: Callable[[Ledger], None]) -> None:
         if isinstance(error, _COULD_NOT_START) and not ledger.done:
             typer.echo(f"hsconnector: {error}", err=True)
             raise typer.Exit(3) from error
-        report(ledger)
+        if ledger.done or isinstance(error, KeyboardInterrupt):
+            report(ledger)
+        if isinstance(error, KeyboardInterrupt):
+            typer.echo("interrupted: start the same command again to go on", err=True)
         raise
     report(ledger)
     if not ledger.complete:

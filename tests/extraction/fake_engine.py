@@ -26,6 +26,7 @@ from hsconnector.protocol import Commit, FailReason, Rows, Span, new_capture_id,
 from tests.feeding import Feeder
 
 LAYERS = (0, 2, 4)
+NUM_LAYERS = 4
 HIDDEN = 8
 MAX_MODEL_LEN = 64
 VOCABULARY = 1000
@@ -72,7 +73,9 @@ class FakeEngine:
         self._model = model
         self._layers = layer_ids
         self._lock = threading.Lock()
-        self._feeder = Feeder(sidecar_url, layer_ids=layer_ids, hidden_size=HIDDEN, model=model, key=key)
+        self._feeder = Feeder(
+            sidecar_url, layer_ids=layer_ids, hidden_size=HIDDEN, num_layers=NUM_LAYERS, model=model, key=key
+        )
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/completions", self._completions, methods=["POST"]),

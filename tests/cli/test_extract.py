@@ -1,0 +1,237 @@
+"""`hsconnector extract` as people run it: exit codes, the lines it prints, Ctrl-C, SIGKILL and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hsconnector.cli import main
+from hsconnector.client import CaptureRecord, Client
+from hsconnector.extraction.rows import open_rows
+from hsconnector.protocol import CaptureState
+from tests.extraction.fake_engine import MAX_MODEL_LEN, FakeEngine
+from tests.models import tiny_tokenizer
+from tests.sidecar import SidecarThread, start_sidecar
+
+COMMAND = [sys.executable, "-c", "from hsconnector.cli import main; main()", "extract"]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[SidecarThread]:
+    running = start_sidecar(tmp_path / "store")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def engine(sidecar: SidecarThread, tmp_path: Path) -> Iterator[FakeEngine]:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    running = FakeEngine(sidecar.url, model=str(tmp_path / "model"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [i, i + 1, 5]}) + "\n" for i in range(30)))
+    return path
+
+
+def extract(*words: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["extract", *map(str, words)])
+    return int(caught.value.code or 0)
+
+
+def options(engine: FakeEngine, sidecar: SidecarThread) -> list[str]:
+    return ["--engine-url", engine.url, "--sidecar", sidecar.url]
+
+
+def captures(sidecar: SidecarThread, dataset: str) -> list[CaptureRecord]:
+    with Client(sidecar.url) as client:
+        return client.find(dataset=dataset)
+
+
+def test_all_is_captured_and_the_second_time_nothing_is_asked(
+    engine: FakeEngine, sidecar: SidecarThread, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert extract(data, *options(engine, sidecar)) == 0
+    assert capsys.readouterr().out == "30 rows, 30 captured (90 tokens), 0 were there\n"
+    assert extract(data, *options(engine, sidecar), "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["complete"], summary["captured"], summary["stored"]) == (True, 0, 30)
+    assert len(engine.asked) == 30
+    assert {record.dataset for record in captures(sidecar, "talks")} == {"talks"}
+
+
+def test_rows_that_have_no_capture_are_listed_and_the_exit_code_is_1(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    rows: list[object] = [
+        {"id": "a", "conversations": talk},
+        {"id": "b", "messages": []},
+        {"id": "c", "input_ids": [1] * MAX_MODEL_LEN},
+        {"id": "d", "input_ids": [2000]},
+        {"id": "e", "messages": [{"role": "user", "content": "\x1b[31mred"}, {"role": "villain", "content": ""}]},
+        {"id": "f", "input_ids": [4, 5], "loss_mask": [1]},
+    ]
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"id": "g", ')
+    failures = tmp_path / "failures.jsonl"
+    code = extract(
+        data, *options(engine, sidecar), "--id-field", "id", "--failures", failures, "--dataset", "mixed set"
+    )
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert out == "7 rows, 1 captured (6 tokens), 0 were there, 5 refused, 1 failed\n"
+    lines = err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "row 1 (b)",
+        "row 2 (c)",
+        "row 3 (d)",
+        "row 4 (e)",
+        "row 5 (f)",
+        "row 6",
+    ]
+    assert "Token id 2000 is out of vocabulary" in lines[2]
+    assert "message 1 of the role 'villain'" in lines[3]
+    assert [json.loads(line)["sample_id"] for line in failures.read_text().splitlines()] == [
+        "b",
+        "c",
+        "d",
+        "e",
+        "f",
+        "6",
+    ]
+    (record,) = captures(sidecar, "mixed set")
+    assert (record.sample_id, record.tags) == ("a", {"row": "0"})
+
+
+def test_what_is_stored_is_saved_with_its_masks(engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path) -> None:
+    engine.fault = lambda number, sample: "refused" if sample == "1" else ""
+    data, folder = tmp_path / "talk.jsonl", tmp_path / "tokens"
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    data.write_text("".join(json.dumps({"messages": talk[: 1 + i % 2]}) + "\n" for i in range(3)))
+    for _ in range(2):
+        assert extract(data, *options(engine, sidecar), "--save-dataset", folder, "--save-format", "arrow") == 1
+    rows = list(open_rows(folder).read())
+    assert [row["row"] for row in rows] == [0, 2]  # type: ignore[index]
+    assert rows[0]["input_ids"] == engine.bodies[0]["prompt"]  # type: ignore[index]
+    assert json.loads((folder / "hsconnector-dataset.json").read_text())["layer_ids"] == [0, 2, 4]
+
+
+def test_the_limit_takes_rows_from_the_start(engine: FakeEngine, sidecar: SidecarThread, data: Path) -> None:
+    assert extract(data, *options(engine, sidecar), "--limit", 7, "--tag", "split=a") == 0
+    assert {record.sample_id for record in captures(sidecar, "talks")} == {str(row) for row in range(7)}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["--layers", "0,1,4"], 2, "captures layers [0, 2, 4], asked for are [0, 1, 4]"),
+        (["--model", "other"], 2, "serves served, adapter, not 'other'"),
+        (["--tag", "split"], 2, "--tag 'split' is not NAME=VALUE"),
+        (["--dataset", "x" * 257], 2, "--dataset has 257 bytes"),
+        (["--engine-url", "ftp://x"], 2, "an address is http://"),
+        (["--engine-url", "http://127.0.0.1:9"], 3, "no engine answers at http://127.0.0.1:9"),
+        (["--tokenizer", "/nowhere"], 0, ""),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_asked(
+    engine: FakeEngine,
+    sidecar: SidecarThread,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    line: str,
+) -> None:
+    assert extract(data, *options(engine, sidecar), *words) == code
+    assert line in capsys.readouterr().err
+    assert len(engine.asked) == (30 if code == 0 else 0)
+
+
+def test_an_engine_that_sends_elsewhere_is_said_before_anything_is_asked(
+    engine: FakeEngine,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hsconnector.cli.extract._SEEN_WITHIN_S", 0.1)
+    other = start_sidecar(tmp_path / "other")
+    try:
+        assert extract(data, "--engine-url", engine.url, "--sidecar", other.url) == 3
+    finally:
+        other.stop()
+    assert f"which hears from no engine at all: start the engine with `hsconnector launch {tmp_path}" in (
+        capsys.readouterr().err
+    )
+    assert engine.asked == []
+
+
+def test_two_engines_of_one_model_with_other_layers_need_to_be_told_apart(
+    engine: FakeEngine, sidecar: SidecarThread, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = FakeEngine(sidecar.url, model=str(tmp_path / "model"), layer_ids=(1, 3))
+    try:
+        assert extract(data, *options(engine, sidecar)) == 2
+        assert "say which with --layers" in capsys.readouterr().err
+        assert extract(data, *options(engine, sidecar), "--layers", "0,2,4") == 0
+        assert extract(data, *options(other, sidecar), "--layers", "0,2,4", "--dataset", "wrong", "--limit", 1) == 0
+        data.write_text('{"input_ids": [77]}\n')
+        assert extract(data, *options(other, sidecar), "--layers", "0,2,4", "--dataset", "wrong") == 1
+    finally:
+        other.stop()
+    assert "row 0: its capture" in (err := capsys.readouterr().err)
+    assert "is of something else: layers [1, 3] instead of [0, 2, 4]" in err
+
+
+def test_an_adapter_is_content_of_its_own(engine: FakeEngine, sidecar: SidecarThread, data: Path) -> None:
+    assert extract(data, *options(engine, sidecar), "--limit", 1) == 0
+    assert extract(data, *options(engine, sidecar), "--limit", 1, "--model", "adapter") == 1
+    assert engine.bodies[-1]["model"] == "adapter"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_ended_by_a_signal_and_started_again_each_row_is_captured_once(
+    engine: FakeEngine, sidecar: SidecarThread, data: Path, number: signal.Signals, code: int
+) -> None:
+    command = [*COMMAND, str(data), *options(engine, sidecar), "--concurrency", "3"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+
+    turn = threading.Lock()
+
+    def point() -> None:
+        if len(engine.asked) >= 12 and turn.acquire(blocking=False):
+            engine.cut.set()
+            process.send_signal(number)
+            process.wait()
+
+    engine.point = point
+    out, err = process.communicate()
+    assert process.returncode == code, err
+    if number == signal.SIGINT:
+        assert "30 rows, " in out and "not reached" in out
+        assert "interrupted" in err
+        assert "Traceback" not in err
+    engine.point = lambda: None
+    engine.rest()
+    engine.cut.clear()
+    assert 0 < len(captures(sidecar, "talks")) < 30
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    found = captures(sidecar, "talks")
+    assert Counter(r.sample_id for r in found if r.state is CaptureState.READY) == {str(i): 1 for i in range(30)}
+    assert all(record.state is CaptureState.READY for record in found)
