@@ -99,7 +99,7 @@ class Ingest:
         self.streams[stream.producer_id] = stream
         self.metrics.producers.set(len(self.streams))
         log.info(
-            "stream %s: engine %s, layers %s, ring %s",
+            "stream %s: engine %r, layers %s, ring %s",
             stream.producer_id,
             producer.engine_id,
             producer.layer_ids,
@@ -140,7 +140,7 @@ class Ingest:
             if silent > self.settings.heartbeat_s and not stream.waiting:
                 self.metrics.lost.inc()
                 log.warning(
-                    "stream %s: engine %s is silent for %.1f s", stream.producer_id, stream.producer.engine_id, silent
+                    "stream %s: engine %r is silent for %.1f s", stream.producer_id, stream.producer.engine_id, silent
                 )
                 self._end(stream, FailReason.ENGINE_LOST, f"its engine said nothing for {silent:.1f} s")
         self.settle()
