@@ -74,6 +74,17 @@ install_model_source() {
     installed gguf && installed accelerate || pip_install gguf accelerate || fail "pip could not install gguf, accelerate"
 }
 
+# --no-deps: with their pins pip would change versions under the engine, and bring a torchvision for another torch.
+install_trainer() {
+    local package
+    for package in speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0; do
+        installed "$package" || pip_install --no-deps "$package" || fail "pip could not install $package, see above"
+    done
+    for package in multiprocess pandas pyarrow dill loguru psutil pydantic-settings matplotlib; do
+        installed "$package" || pip_install "$package" || fail "pip could not install $package, see above"
+    done
+}
+
 install_other_engine() { # VERSION: beside the environment's own engine, for a smoke test
     local folder="$VENV/vllm-$1"
     [ -d "$folder/vllm" ] && return

@@ -7,6 +7,7 @@ make_venv
 install_engine
 install_model_source
 install_project test
+install_trainer
 for version in 0.28.0 0.30.0; do install_other_engine "$version"; done
 export HSC_VLLM_028=${HSC_VLLM_028:-$VENV/vllm-0.28.0} HSC_VLLM_030=${HSC_VLLM_030:-$VENV/vllm-0.30.0}
 
