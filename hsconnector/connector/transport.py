@@ -5,13 +5,15 @@ Whether rows travel in the body or lie in shared memory is written in each span;
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import httpx
+import httpcore
 
-from hsconnector.errors import ProducerUnknown, ProtocolError, SidecarRefused, SidecarUnreachable
+from hsconnector.connector.deadline import DeadlineBackend
+from hsconnector.errors import ProducerUnknown, ProtocolError, SidecarRefused, SidecarUnreachable, TransportError
 from hsconnector.protocol import (
     PROTOCOL_VERSION,
     Batch,
@@ -38,6 +40,9 @@ __all__ = ["HttpTransport", "InMemoryTransport", "StoredCapture", "Transport"]
 
 Buffer = bytes | bytearray | memoryview
 PIECE_BYTES = 1 << 20
+CONNECT_S = 2.0
+MAX_ANSWER_BYTES = 16 << 20
+"""A longer answer is not one of ours."""
 _T = TypeVar("_T")
 
 
@@ -58,52 +63,76 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """`http://host:port` or `unix:///path`; `timeout` is the longest wait for an answer, in seconds."""
+    """`http://host:port` or `unix:///path`; no call takes longer than `timeout` seconds, however slowly bytes move."""
 
     def __init__(self, address: str, api_key: str = "", timeout: float = 30.0) -> None:
-        socket = address.removeprefix("unix://") if address.startswith("unix://") else None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        path = address.removeprefix("unix://") if address.startswith("unix://") else None
         self.address = address
-        self._client = httpx.Client(
-            base_url="http://localhost" if socket else address,
-            transport=httpx.HTTPTransport(uds=socket, retries=0),
-            headers=headers,
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 2.0)),
-            trust_env=False,
-        )
+        self._base = "http://localhost" if path else address.rstrip("/")
+        self._headers = [("Content-Type", "application/msgpack")]
+        if api_key:
+            self._headers.append(("Authorization", f"Bearer {api_key}"))
+        self._timeout = timeout
+        self._backend = DeadlineBackend()
+        self._pool = httpcore.ConnectionPool(uds=path, max_connections=1, network_backend=self._backend)
 
     def open(self, producer: Producer) -> ProducerAccepted:
-        return self._post("/v1/producers", encode(producer), {}, ProducerAccepted)
+        return self._post("/v1/producers", [encode(producer)], ProducerAccepted)
 
     def ingest(self, batch: Batch, payload: Sequence[Buffer]) -> BatchAnswer:
-        buffers = encode_batch(batch, payload)
-        length = sum(len(buffer) for buffer in buffers)
-        return self._post("/v1/ingest", _pieces(buffers), {"Content-Length": str(length)}, BatchAnswer)
+        return self._post("/v1/ingest", encode_batch(batch, payload), BatchAnswer)
 
     def close(self) -> None:
-        self._client.close()
+        self._pool.close()
 
-    def _post(self, path: str, content: bytes | Iterator[bytes], headers: dict[str, str], kind: type[_T]) -> _T:
-        headers = {"Content-Type": "application/msgpack", **headers}
+    def _post(self, path: str, buffers: Sequence[Buffer], kind: type[_T]) -> _T:
         try:
-            response = self._client.post(path, content=content, headers=headers)
-        except httpx.HTTPError as error:
+            status, body = self._exchange(path, buffers)
+        except TransportError:
+            raise
+        except (*_NETWORK_ERRORS, OSError) as error:
             raise SidecarUnreachable(f"{self.address}: {type(error).__name__} {error}".rstrip()) from error
-        if response.status_code != 200:
-            raise self._refusal(path, response)
+        if status != 200:
+            raise self._refusal(path, status, body)
         try:
-            return decode(response.content, kind)
-        except ProtocolError as error:
+            return decode(body, kind)
+        except (ProtocolError, RecursionError) as error:
             raise SidecarRefused(f"{self.address}{path} answered something else: {error}") from error
 
-    def _refusal(self, path: str, response: httpx.Response) -> Exception:
-        message, kind = _read_envelope(response)
-        text = f"{self.address}{path}: {response.status_code} {message}"
+    def _exchange(self, path: str, buffers: Sequence[Buffer]) -> tuple[int, bytes]:
+        length = sum(len(buffer) for buffer in buffers)
+        self._backend.allow(self._timeout)
+        body = bytearray()
+        with self._pool.stream(
+            "POST",
+            f"{self._base}{path}",
+            headers=[*self._headers, ("Content-Length", str(length))],
+            content=_pieces(buffers),
+            extensions={"timeout": {"connect": min(self._timeout, CONNECT_S), "pool": self._timeout}},
+        ) as response:
+            for chunk in response.iter_stream():
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise SidecarRefused(f"{self.address}{path} answered with more than {MAX_ANSWER_BYTES} bytes")
+        return response.status, bytes(body)
+
+    def _refusal(self, path: str, status: int, body: bytes) -> Exception:
+        message, kind = _read_envelope(body)
+        text = f"{self.address}{path}: {status} {message}"
         if kind == "producer_unknown":
             return ProducerUnknown(text)
-        if response.status_code in (408, 429) or response.status_code >= 500:
+        if status in (408, 429) or status >= 500:
             return SidecarUnreachable(text)
         return SidecarRefused(text)
+
+
+_NETWORK_ERRORS = (
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    httpcore.ConnectionNotAvailable,
+)
 
 
 def _pieces(buffers: Sequence[Buffer]) -> Iterator[bytes]:
@@ -113,13 +142,13 @@ def _pieces(buffers: Sequence[Buffer]) -> Iterator[bytes]:
             yield bytes(view[start : start + PIECE_BYTES])
 
 
-def _read_envelope(response: httpx.Response) -> tuple[str, str]:
+def _read_envelope(body: bytes) -> tuple[str, str]:
     """Message and type of vLLM's error envelope, or the body's first characters."""
     try:
-        error: Any = response.json()["error"]
-        return str(error["message"]), str(error["type"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:200].strip(), ""
+        error: Any = json.loads(body)["error"]
+        return str(error["message"])[:1000], str(error["type"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return body[:200].decode(errors="replace").strip(), ""
 
 
 @dataclass
@@ -178,6 +207,7 @@ class InMemoryTransport:
         answer = BatchAnswer(batch.seq, tuple(self._take(message, body) for message in batch.messages))
         self._last = (batch.producer_id, batch.seq, answer)
         if batch.close:
+            self._streams += 1
             self._fail_open(FailReason.ENGINE_SHUTDOWN, "the engine closed its stream")
         return answer
 
@@ -229,6 +259,9 @@ class InMemoryTransport:
     def _commit(self, capture: StoredCapture, commit: Commit) -> None:
         if commit.num_rows != capture.rows or len(commit.token_ids) != 8 * commit.num_rows:
             _end(capture, FailReason.BAD_MESSAGE, f"{commit.num_rows} rows committed, {capture.rows} received")
+            return
+        if capture.rows == 0:
+            _end(capture, FailReason.BAD_MESSAGE, "a capture without rows cannot be committed")
             return
         capture.token_ids = commit.token_ids
         capture.finish_reason = commit.finish_reason

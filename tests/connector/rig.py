@@ -193,7 +193,7 @@ class Rig:
     # ---- what an engine does
 
     def step(self) -> None:
-        """One turn of the engine core: with asynchronous scheduling one step is in flight while the next is scheduled."""
+        """One turn of the engine core; asynchronous scheduling has one step in flight while the next is scheduled."""
         self.clock += 0.01
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
