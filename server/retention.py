@@ -178,7 +178,8 @@ class Retention:
     def _unheld(self, kind: Unheld, why: Why, *, created_before: float | None = None) -> Iterator[Leaving]:
         self._catalog.flush()
         for record in self._leases.unheld(kind, created_before=created_before):
-            if not self._readers.has(record.capture_id):
+            known = self._catalog.get(record.capture_id)
+            if known is not None and known.size and not self._readers.has(record.capture_id):
                 yield Leaving(record, why)
 
     def _selected(self, selection: Selection) -> Iterator[Record]:

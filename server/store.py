@@ -22,6 +22,8 @@ from hsconnector.protocol import CaptureState
 
 __all__ = ["FULL", "Store"]
 
+RESERVE = 8 << 20
+"""Bytes of the disk that shards leave to the index, at most an eighth of it."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: no room."""
 
@@ -87,7 +89,8 @@ class Store:
         disk = os.statvfs(self.root)
         limit = self.quota if quota is None else quota
         over = -1 if limit is None else self.used + more - limit
-        return max(over, more - disk.f_bavail * disk.f_frsize)
+        reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 8)
+        return max(over, more + reserve - disk.f_bavail * disk.f_frsize)
 
     def remove(self, capture_id: str, size: int) -> None:
         """Removes a capture's shard wherever it lies."""

@@ -1,0 +1,309 @@
+"""What leaves the store, what never does, and what a full store does to those who send."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hsconnector.protocol import CaptureState, Commit, FailReason, Rows, Span, pack_token_ids
+from tests.server.engine import Engine, metric, opening, rows_of
+from tests.sidecar import start_sidecar
+
+ROWS = rows_of(20)
+
+
+def shard_bytes(store: Path) -> int:
+    return sum(path.stat().st_size for path in [*store.rglob("*.safetensors"), *store.rglob("*.part")])
+
+
+def size_of_one(folder: Path) -> int:
+    running = start_sidecar(folder / "measure")
+    with Engine(running.url) as engine:
+        engine.capture(ROWS)
+    running.stop()
+    return shard_bytes(running.store)
+
+
+class Limited:
+    """A sidecar whose store holds so many captures of `ROWS`."""
+
+    def __init__(self, folder: Path, captures: float, **settings: Any) -> None:
+        self.size = size_of_one(folder)
+        self.quota = int(self.size * captures)
+        self.sidecar = start_sidecar(folder / "store", **{"quota": self.quota, "sweep_s": 0.05, **settings})
+        self.engine = Engine(self.sidecar.url)
+        self.http = httpx.Client(base_url=self.sidecar.url, timeout=60)
+
+    def close(self) -> None:
+        self.http.close()
+        self.engine.http.close()
+        self.sidecar.stop()
+
+    def state(self, name: str) -> str:
+        return str(self.http.get(f"/v1/captures/{name}").json()["state"])
+
+    def take(self, count: int = 1, **more: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.post("/v1/leases", json={"consumer": "c", "count": count, **more}).json()
+        return found
+
+    def ack(self, lease: dict[str, Any], **more: Any) -> None:
+        self.http.post(f"/v1/leases/{lease['lease_id']}/ack", json=more).raise_for_status()
+
+    def collect(self, **body: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.post("/v1/captures:collect", json=body).raise_for_status().json()
+        return found
+
+
+@pytest.fixture
+def limited(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Limited]:
+    made = Limited(tmp_path, **request.param)
+    yield made
+    made.close()
+
+
+limits = pytest.mark.parametrize
+
+
+@limits("limited", [{"captures": 10, "evict": "oldest"}], indirect=True)
+def test_a_thousand_captures_pass_through_a_budget_of_ten(limited: Limited) -> None:
+    leases: list[dict[str, Any]] = []
+    for number in range(1000):
+        name = limited.engine.capture(ROWS)
+        if number % 100 == 50:
+            leases.append(limited.take(deadline_s=600))
+        if len(leases) > 3:
+            limited.http.post(f"/v1/leases/{leases.pop(0)['lease_id']}/release")
+        assert limited.sidecar.app.store.used <= limited.quota
+        if number % 50 == 0:
+            assert shard_bytes(limited.sidecar.store) == limited.sidecar.app.store.used
+            leased = [lease["captures"][0]["capture_id"] for lease in leases]
+            assert [limited.state(each) for each in leased] == ["ready"] * len(leased)
+    assert limited.state(name) == "ready"
+    assert metric(limited.http, 'hsconnector_captures_total{reason="",state="ready"}') == 1000
+    assert metric(limited.http, 'hsconnector_captures_total{reason="disk_full",state="failed"}') == 0
+    assert metric(limited.http, 'hsconnector_removed_captures_total{why="oldest"}') >= 985
+    assert limited.http.get("/readyz").status_code == 200
+
+
+@limits("limited", [{"captures": 10, "evict": "oldest"}], indirect=True)
+def test_a_batch_larger_than_what_is_free_makes_its_own_room(limited: Limited) -> None:
+    """Sixteen captures in one batch: those of the batch's head have to go for its tail."""
+    opened = [opening(num_prompt_tokens=20) for _ in range(16)]
+    messages = []
+    for message in opened:
+        name = message.capture.capture_id
+        messages += [message, Rows(name, 0, 20, Span(0, ROWS.nbytes)), Commit(name, 20, pack_token_ids(range(20)))]
+    answers = limited.engine.send(*messages, payload=ROWS.tobytes())
+    assert {answer.reason for answer in answers} == {None}
+    states = [limited.state(each.capture.capture_id) for each in opened]
+    assert (sorted(states), states[-1]) == (["expired"] * 6 + ["ready"] * 10, "ready")
+
+
+@limits("limited", [{"captures": 3, "full_wait_s": 600}], indirect=True)
+def test_a_full_store_slows_its_producer_until_a_consumer_is_done(limited: Limited) -> None:
+    """Nothing may go but what is acknowledged, and the consumer takes its time: no capture fails."""
+    lease = {}
+    taken: list[str] = []
+
+    def consume() -> None:
+        nonlocal lease
+        while len(taken) < 30:
+            with httpx.Client(base_url=limited.sidecar.url, timeout=60) as http:
+                lease = http.post("/v1/leases?wait=60", json={"consumer": "c", "count": 2}).json()
+                taken.extend(capture["capture_id"] for capture in lease["captures"])
+                http.post(f"/v1/leases/{lease['lease_id']}/ack", json={"delete": True}).raise_for_status()
+
+    for _ in range(3):
+        limited.engine.capture(ROWS)
+    consumer = threading.Timer(0.3, consume)
+    consumer.start()
+    names = [limited.engine.capture(ROWS) for _ in range(27)]
+    consumer.join()
+    assert taken[3:] == names
+    assert metric(limited.http, 'hsconnector_captures_total{reason="disk_full",state="failed"}') == 0
+    assert metric(limited.http, "hsconnector_full_waits_total") >= 1
+
+
+@limits("limited", [{"captures": 2.5, "full_wait_s": 0.2}], indirect=True)
+def test_a_store_that_stays_full_fails_captures_and_loses_nothing(limited: Limited) -> None:
+    kept = [limited.engine.capture(ROWS) for _ in range(2)]
+    lease = limited.take(count=2)
+    for _ in range(5):
+        name = limited.engine.open(num_prompt_tokens=20)
+        answer = limited.engine.rows(name, ROWS)
+        assert (answer.reason, limited.state(name)) == (FailReason.DISK_FULL, "failed")
+    assert [limited.state(each) for each in kept] == ["ready", "ready"]
+    limited.ack(lease)
+    assert limited.state(limited.engine.capture(ROWS)) == "ready"
+    assert [limited.state(each) for each in kept] == ["expired", "ready"]
+    assert "acknowledged" in limited.http.get(f"/v1/captures/{kept[0]}/tensors").json()["error"]["message"]
+
+
+@limits("limited", [{"captures": 2.5, "evict": "none", "full_wait_s": 0}], indirect=True)
+def test_nothing_is_removed_where_nothing_may_be(limited: Limited) -> None:
+    kept = [limited.engine.capture(ROWS) for _ in range(2)]
+    limited.ack(limited.take(count=2))
+    name = limited.engine.capture(ROWS)
+    assert [limited.state(each) for each in [*kept, name]] == ["ready", "ready", "failed"]
+
+
+@limits("limited", [{"captures": 2.5, "evict": "oldest", "full_wait_s": 600}], indirect=True)
+def test_a_capture_that_can_never_fit_fails_at_once(limited: Limited) -> None:
+    kept = limited.engine.capture(ROWS)
+    name = limited.engine.open(num_prompt_tokens=100)
+    assert limited.engine.rows(name, rows_of(100)).reason is FailReason.DISK_FULL
+    assert limited.state(kept) in ("ready", "expired")
+    assert metric(limited.http, "hsconnector_full_waits_total") == 0
+
+
+@limits("limited", [{"captures": 2.5, "full_wait_s": 600}], indirect=True)
+def test_a_sidecar_that_stops_lets_go_of_who_waits(limited: Limited) -> None:
+    for _ in range(2):
+        limited.engine.capture(ROWS)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(limited.engine.capture, ROWS)
+        while not metric(limited.http, "hsconnector_full_waits_total"):
+            time.sleep(0.01)
+        limited.http.close()
+        limited.sidecar.stop()
+        waiting.result()
+
+
+@limits("limited", [{"captures": 100, "ttl_s": 0.05, "sweep_s": 0.01}], indirect=True)
+def test_the_sweeper_leaves_what_is_read_leased_or_not_complete(limited: Limited) -> None:
+    """CASES 66. The reader is slow: the kernel's buffers hold less than the shard."""
+    with Engine(limited.sidecar.url, hidden_size=1024) as engine:
+        wide = rows_of(1200, hidden=1024)
+        limited.sidecar.app.store.quota = None
+        receiving = limited.engine.open(num_prompt_tokens=20)
+        held: dict[str, Any] = {}
+        while not held.get("captures"):
+            limited.engine.capture(ROWS)
+            held = limited.take(deadline_s=600)
+        while True:
+            name = engine.capture(wide)
+            with limited.http.stream("GET", f"/v1/captures/{name}/tensors") as answer:
+                if answer.status_code == 410:
+                    continue
+                pieces = answer.iter_raw(1 << 16)
+                got = len(next(pieces))
+                gone = limited.engine.capture(ROWS)
+                while limited_state(limited.sidecar.url, gone) != "expired":
+                    time.sleep(0.01)
+                assert limited_state(limited.sidecar.url, name) == "ready"
+                got += sum(map(len, pieces))
+                assert got == int(answer.headers["content-length"])
+            break
+    assert limited.http.get(f"/v1/captures/{name}?wait=0").status_code == 200
+    while limited.state(name) != "expired":
+        time.sleep(0.01)
+    assert limited.state(held["captures"][0]["capture_id"]) == "ready"
+    assert limited.engine.rows(receiving, ROWS).reason is None
+    assert limited.engine.commit(receiving, range(20)).state is CaptureState.READY
+
+
+def limited_state(url: str, name: str) -> str:
+    return str(httpx.get(f"{url}/v1/captures/{name}").json()["state"])
+
+
+@limits("limited", [{"captures": 100, "sweep_s": 600}], indirect=True)
+def test_a_reader_that_goes_away_leaves_the_shard(limited: Limited) -> None:
+    """CASES 66: an open GET is dropped; the capture is ready, and may go again."""
+    with Engine(limited.sidecar.url, hidden_size=1024) as engine:
+        limited.sidecar.app.store.quota = None
+        name = engine.capture(rows_of(1200, hidden=1024))
+    with httpx.Client(base_url=limited.sidecar.url) as leaving, leaving.stream("GET", f"/v1/captures/{name}/tensors"):
+        assert limited.collect(ttl_s=0)["count"] == 0
+    while limited.sidecar.app.readers.has(name):
+        time.sleep(0.01)
+    assert limited.state(name) == "ready"
+    assert limited.collect(ttl_s=0)["data"][0]["capture_id"] == name
+    assert limited.http.delete(f"/v1/captures/{name}").status_code == 204
+    assert limited.http.delete(f"/v1/captures/{name}").status_code == 204
+
+
+@limits("limited", [{"captures": 100, "sweep_s": 600}], indirect=True)
+def test_the_declared_order(limited: Limited) -> None:
+    old = limited.engine.capture(ROWS)
+    asked = limited.engine.capture(ROWS, dataset="asked")
+    acked = limited.engine.capture(ROWS, dataset="acked")
+    bad = limited.engine.capture(rows_of(20) * 0)
+    held, late = limited.engine.capture(ROWS, dataset="held"), limited.engine.capture(ROWS, dataset="asked")
+    limited.take(filters={"dataset": "held"})
+    second = limited.take(queue="second", filters={"dataset": "asked"})
+    limited.ack(limited.take(filters={"dataset": "acked"}))
+    limited.ack(limited.take(count=2, filters={"dataset": "asked"}), delete=True)
+    assert second["captures"][0]["capture_id"] == asked
+    assert limited.state(late) == "expired", "nobody else holds it"
+
+    def order(**body: Any) -> list[tuple[str, str]]:
+        return [(each["capture_id"], each["why"]) for each in limited.collect(**body)["data"]]
+
+    assert order() == []
+    assert order(max_bytes=0) == [(acked, "acked")]
+    assert order(max_bytes=0, evict="none") == []
+    assert order(max_bytes=0, evict="oldest") == [(acked, "acked"), (old, "oldest"), (bad, "oldest")]
+    assert order(max_bytes=3 * limited.size, evict="oldest") == [(acked, "acked"), (old, "oldest")]
+    assert order(ttl_s=0) == [(name, "ttl") for name in sorted([old, acked, bad])]
+    assert order(ttl_s=600, max_bytes=10 * limited.size, evict="oldest") == []
+    limited.http.post(f"/v1/leases/{second['lease_id']}/release")
+    assert order(max_bytes=10 * limited.size) == [(asked, "asked")]
+    assert limited.collect(max_bytes=0, evict="oldest", dry_run=False)["count"] == 4
+    assert [limited.state(name) for name in (old, asked, acked, bad, held)] == ["expired"] * 4 + ["ready"]
+    assert limited.sidecar.app.store.used == shard_bytes(limited.sidecar.store) == limited.size
+
+
+@limits("limited", [{"captures": 100, "sweep_s": 600}], indirect=True)
+def test_collecting_by_filter(limited: Limited) -> None:
+    mine = [limited.engine.capture(ROWS, dataset="d") for _ in range(3)]
+    other = limited.engine.capture(ROWS, dataset="e")
+    opened = limited.engine.open(dataset="d")
+    limited.take(filters={"dataset": "d"})
+    would = limited.collect(filters={"dataset": "d"})
+    assert (would["count"], would["held"], would["bytes"], would["dry_run"]) == (2, 1, 2 * limited.size, True)
+    assert limited.state(mine[1]) == "ready"
+    assert limited.collect(filters={"dataset": "d"}, dry_run=False)["count"] == 2
+    assert [limited.state(name) for name in [*mine, other, opened]] == [
+        "ready",
+        "expired",
+        "expired",
+        "ready",
+        "receiving",
+    ]
+    assert limited.collect(filters={"created_before": time.time() - 60}, dry_run=False)["count"] == 0
+    answer = limited.http.post("/v1/captures:collect", json={"filters": {}, "dry_run": False})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "bad_request")
+
+
+@limits("limited", [{"captures": 100}], indirect=True)
+def test_a_capture_is_counted_out_once(limited: Limited) -> None:
+    """Sixteen deletions of one capture that have all seen it ready."""
+    for _ in range(10):
+        name = limited.engine.capture(ROWS)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(limited.http.delete, [f"/v1/captures/{name}"] * 16))
+    assert limited.sidecar.app.store.used == 0
+
+
+def test_a_disk_that_is_full_makes_room_too(tmp_path: Path) -> None:
+    """No quota: 30 captures of 4 MB pass through a file system of 40 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], check=True)
+    running = start_sidecar(folder / "store", evict="oldest", full_wait_s=0)
+    try:
+        with Engine(running.url) as engine, httpx.Client(base_url=running.url, timeout=60) as http:
+            names = [engine.capture(rows_of(10_000)) for _ in range(30)]
+            assert http.get(f"/v1/captures/{names[-1]}").json()["state"] == "ready"
+            assert metric(http, 'hsconnector_captures_total{reason="disk_full",state="failed"}') == 0
+    finally:
+        running.stop()
+        subprocess.run(["umount", folder], check=True)
