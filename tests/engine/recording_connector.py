@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hsconnector.layout.specs import Group, HiddenState
+from hsconnector.layout.started import check_started
 from tests.layout.vllm_specs import groups_from_vllm
 
 
@@ -25,8 +26,17 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         folder = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["report"])
         side = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
+        groups = groups_from_vllm(kv_cache_config.kv_cache_groups)
+        started = check_started(
+            groups,
+            cache_block_size=vllm_config.cache_config.block_size,
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            hash_block_size=kv_cache_config.hash_block_size,
+            hidden_size=vllm_config.model_config.get_hidden_size(),
+        )
         report = {
-            "groups": [_group(group) for group in groups_from_vllm(kv_cache_config.kv_cache_groups)],
+            "line": started.line,
+            "groups": [_group(group) for group in groups],
             "num_blocks": kv_cache_config.num_blocks,
             "block_size": vllm_config.cache_config.block_size,
             "hash_block_size": kv_cache_config.hash_block_size,

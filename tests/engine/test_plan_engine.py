@@ -80,6 +80,8 @@ def test_a_tiny_qwen3_is_one_composite(tmp_path: Path) -> None:
     check(plan, scheduler, worker)
     assert [group.kind for group in plan.groups] == ["composite of 6 full attention + 1 hidden states"]
     assert [group["kind"] for group in scheduler["groups"]] == ["full attention"]
+    granularity = "scheduler block 128, hash block 128, prefix-cache hits every 128 tokens"
+    assert scheduler["line"] == f"hidden states in KV-cache group 0 of 1; 128 tokens a block; {granularity}"
 
 
 def test_a_tiny_gpt_oss_is_a_hybrid(tmp_path: Path) -> None:
@@ -89,6 +91,11 @@ def test_a_tiny_gpt_oss_is_a_hybrid(tmp_path: Path) -> None:
     check(plan, scheduler, worker)
     assert [group.block_size for group in plan.groups] == [128, 128, 32]
     assert (scheduler["block_size"], worker["block_size"]) == (32, 128)
+    assert scheduler["line"] == worker["line"]
+    assert worker["line"] == (
+        "hidden states in KV-cache group 2 of 3 (cache_only_layers.6); 32 tokens a block; 32,768 of 131,072 bytes of "
+        "each page unused (25%); scheduler block 128, hash block 32, prefix-cache hits every 128 tokens"
+    )
 
 
 def test_two_ranks_with_rows_that_exceed_the_page(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def mla(draw: Any, block: int) -> interface.MLAAttentionSpec:
         alignment=draw(st.sampled_from([None, None, 576])),
         tokens_per_state=draw(st.sampled_from([1, 1, 4])),
         is_index_group_leader=draw(st.sampled_from([False, False, False, True])),
+        head_size_v=draw(st.sampled_from([0, 0, 0, 0, 32])),
     )
 
 

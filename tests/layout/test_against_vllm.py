@@ -106,7 +106,7 @@ def test_groups_sizes_pages_waste_and_refusals_are_the_engines(
         assert [group.spec.block_size for group in closed] == [group.spec.block_size for group in theirs]
 
 
-@settings(fast, max_examples=max(EXAMPLES // 4, 50))
+@settings(fast, max_examples=max(EXAMPLES // 8, 50))
 @given(
     spec_sets() | scaled_sets(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, None, 4, 16, 17])
 )
@@ -132,7 +132,7 @@ def test_scheduler_hash_and_hit_sizes_are_the_engines(
     assert (sizes.scheduler, sizes.hash, sizes.hit) == theirs
 
 
-@settings(fast, max_examples=max(EXAMPLES // 4, 50))
+@settings(fast, max_examples=max(EXAMPLES // 8, 50))
 @given(spec_sets(), st.booleans())
 def test_pages_alignment_and_bytes_per_block_are_the_engines(specs: dict[str, Any], packed: bool) -> None:
     for spec in specs.values():
@@ -151,7 +151,7 @@ def test_pages_alignment_and_bytes_per_block_are_the_engines(specs: dict[str, An
     )
 
 
-@settings(fast, max_examples=max(EXAMPLES // 4, 50))
+@settings(fast, max_examples=max(EXAMPLES // 8, 50))
 @given(spec_sets() | scaled_sets(), st.integers(1, 10_000), st.integers(1, 4_096), st.sampled_from(["none", "align"]))
 def test_what_one_request_takes_is_the_engines(
     specs: dict[str, Any], length: int, in_flight: int, mamba_mode: str
