@@ -13,6 +13,7 @@ A capture on this host is read from its file, any other over HTTP; either way it
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import stat
@@ -147,7 +148,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 
 class Client:
-    """One sidecar, over HTTP or a Unix socket. May be used from several threads."""
+    """One sidecar, over HTTP or a Unix socket. May be used from several threads, forked or pickled."""
 
     def __init__(
         self,
@@ -167,7 +168,9 @@ class Client:
         self.local = local
         self._key = api_key if api_key is not None else os.environ.get("HSC_API_KEY", "")
         self._timeout = timeout
-        self._base, self._http = _connection(self.url, timeout)
+        self._given = tuple(origins)
+        self._base, self._connections = _connection(self.url, timeout)
+        self._pid = os.getpid()
         self._origins = {_origin(address): address for address in (self._base, *origins)}
 
     def __enter__(self) -> Client:
@@ -180,7 +183,26 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections; harmless when repeated."""
-        self._http.close()
+        if self._pid == os.getpid():
+            self._connections.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For workers that are spawned: the same client with connections of its own, the key included."""
+        options: dict[str, Any] = {
+            "api_key": self._key,
+            "origins": self._given,
+            "timeout": self._timeout,
+            "local": self.local,
+        }
+        return functools.partial(Client, **options), (self.url,)
+
+    @property
+    def _http(self) -> httpx.Client:
+        """The connections, new ones after a fork: two processes must not talk over one."""
+        if self._pid != os.getpid():
+            self._base, self._connections = _connection(self.url, self._timeout)
+            self._pid = os.getpid()
+        return self._connections
 
     def fetch(
         self,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import http.server
+import pickle
 import subprocess
 import sys
 import threading
@@ -340,6 +341,37 @@ def test_one_client_serves_several_threads(client: Client, feeder: Feeder) -> No
     with ThreadPoolExecutor(6) as pool:
         for capture_id, capture in zip(made, pool.map(client.fetch, made), strict=True):
             assert torch.equal(capture.hidden_states, states(seed=made[capture_id]))
+
+
+def test_a_client_goes_to_spawned_workers_by_pickle(client: Client, feeder: Feeder) -> None:
+    capture_id = feeder.capture(states(), TOKENS)
+    client.find()
+    with pickle.loads(pickle.dumps(client)) as copy:
+        assert (copy.url, copy.local) == (client.url, client.local)
+        assert torch.equal(copy.fetch(capture_id).hidden_states, states())
+
+
+FORKING = """
+import os, sys
+from hsconnector.client import Client
+with Client(sys.argv[1]) as client:
+    client.find()
+    child = os.fork()
+    sample = "child" if child == 0 else "parent"
+    for _ in range(100):
+        (found,) = client.find(sample_id=sample)
+        if found.sample_id != sample:
+            sys.exit(f"{sample} was answered {found.sample_id}")
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_worker_does_not_share_its_parents_connections(sidecar: SidecarThread, feeder: Feeder) -> None:
+    for sample in ("parent", "child"):
+        feeder.capture(states(), TOKENS, sample_id=sample)
+    done = subprocess.run([sys.executable, "-c", FORKING, sidecar.url], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_importing_the_client_imports_no_torch() -> None:
