@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "block_major",
     "check_start",
     "ended",
+    "external_tokens",
     "is_first_tensor_rank",
     "layer_ids",
     "producer",
@@ -207,7 +209,7 @@ def _arrival(request: Any, group: int, wish_of: WishOf) -> Arrival:
 
     def wish() -> Wish:
         asked = wish_of(transfer_params(request), request.req_id)
-        return Wish(problem=problem) if problem is not None and asked.capture else asked
+        return replace(asked, problem=asked.problem or problem)
 
     return Arrival(
         request_id=request.req_id,
@@ -238,6 +240,7 @@ def transfer_params(request: Any) -> Any:
 def ended(request: Any) -> Ended:
     """A finished `Request` in the tracker's words."""
     problem = None
+    reason = request.get_finished_reason()
     if getattr(request, "streaming_queue", None) is not None:
         problem = (FailReason.UNSUPPORTED_REQUEST, "resumable sessions are not captured")
     return Ended(
@@ -245,9 +248,18 @@ def ended(request: Any) -> Ended:
         num_prompt=request.num_prompt_tokens,
         token_ids=_token_ids(request),
         num_computed=request.num_computed_tokens,
-        reason=str(request.get_finished_reason() or "unknown"),
+        reason="unknown" if reason is None else str(reason),
         problem=problem,
     )
+
+
+def external_tokens(request: Any, given: int) -> int:
+    """Prompt tokens that another connector brings.
+
+    A `MultiConnector` tells that number to the one that brings them only; the request's own statistics have it too.
+    """
+    stats = getattr(request, "prefill_stats", None)
+    return max(given, int(getattr(stats, "num_external_cached_tokens", 0) or 0))
 
 
 def _token_ids(request: Any) -> Sequence[int]:

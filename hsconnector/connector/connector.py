@@ -22,14 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hsconnector.connector import compat
 from hsconnector.connector.gather import gather_for, pin
 from hsconnector.connector.lockfiles import LockFiles, shard_path
-from hsconnector.connector.ring import Ring
+from hsconnector.connector.ring import ALIGNMENT, Ring
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import parse_settings, parse_wish
 from hsconnector.connector.step import Step
 from hsconnector.connector.tracker import Ending, Tracker, Wish
 from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
-from hsconnector.errors import LayoutError
+from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.started import StartReport
 from hsconnector.protocol import FailReason
 
@@ -138,11 +138,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Rows that another connector brings were not computed here."""
-        if num_external_tokens > 0 and self.tracker is not None:
+        external = compat.external_tokens(request, num_external_tokens)
+        if external > 0 and self.tracker is not None:
             self.tracker.fail(
                 request.request_id,
                 FailReason.EXTERNAL_PREFIX,
-                f"{num_external_tokens} tokens were loaded from outside and have no hidden states here",
+                f"{external} tokens were loaded from outside and have no hidden states here",
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -164,9 +165,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return parse_wish(params, self._settings, request_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """For an engine with one group."""
-        if self._group.index != 0:
-            raise LayoutError(f"hidden states are in group {self._group.index}, and only group 0 was given")
+        """For an engine with one group: where the hidden states are in another one, the capture fails."""
+        if self._group.index != 0 and self.tracker is not None:
+            detail = f"hidden states are in group {self._group.index}, and only the blocks of group 0 were given"
+            self.tracker.fail(request.request_id, FailReason.LAYOUT, detail)
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -225,8 +227,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         hidden_size = self._vllm_config.model_config.get_hidden_size()
         view = compat.block_major(cache, len(ids), hidden_size, self._group.block_size)
         producer = compat.producer(self._vllm_config, view, self._group.block_size)
-        if producer.row_bytes > self._settings.ring_bytes:
-            raise LayoutError(f"one row has {producer.row_bytes} bytes and ring_bytes is {self._settings.ring_bytes}")
+        if producer.row_bytes > self._settings.ring_bytes // ALIGNMENT * ALIGNMENT:
+            raise SettingsError(
+                f"ring_bytes {self._settings.ring_bytes} has no room for a row of {producer.row_bytes} bytes; raise it"
+            )
         timeout = max(1.0, self._settings.stall_timeout_s)
         transport = HttpTransport(self._settings.sidecar, self._settings.api_key, timeout)
         on_ring = functools.partial(_pin_ring, view.device) if view.device.type == "cuda" else _leave_ring
@@ -237,10 +241,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         sender.start()
 
     def _find_cache(self, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        if self._group.layer_name is not None:
-            return kv_caches.get(self._group.layer_name)
         names = [name for name in kv_caches if "cache_only_layers" in name]
-        return kv_caches[names[0]] if len(names) == 1 else None
+        if self._group.layer_name is not None:
+            names = [self._group.layer_name] if self._group.layer_name in kv_caches else []
+        if len(names) == 1:
+            return kv_caches[names[0]]
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            wanted = self._group.layer_name or "one whose name holds 'cache_only_layers'"
+            raise LayoutError(f"the hidden-state layer ({wanted}) is not among {', '.join(kv_caches)[:500]}")
+        return None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's news arrives before its forward: nothing else is early enough in both model runners."""

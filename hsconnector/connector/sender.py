@@ -9,21 +9,23 @@ sidecar may still be reading there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from hsconnector.connector.lockfiles import LockFiles
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.stream import Item, Loss, Stream, Ticket, address
+from hsconnector.connector.texts import clean_info, clean_text
 from hsconnector.connector.transport import Transport
 from hsconnector.errors import ProducerUnknown, RingError, SidecarRefused, SidecarUnreachable, TransportError
 from hsconnector.protocol import (
+    PROTOCOL_VERSION,
     Batch,
     BatchAnswer,
     CaptureInfo,
@@ -53,43 +55,6 @@ MAX_LEDGER = 10_000
 RETRY_S = 1.0
 """How long a batch that nobody answered is sent again before the sidecar counts as lost."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
-
-
-class Ticket(Protocol):
-    """Row bytes that may still be on their way into staging memory."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Item:
-    """A message in the queue; `ticket` is set for rows, whose memory is released when they are answered."""
-
-    message: Message
-    ticket: Ticket | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Why a capture failed on our side."""
-
-    info: CaptureInfo
-    reason: FailReason
-    detail: str
-
-
-@dataclass(slots=True)
-class Stream:
-    """One accepted stream with the staging memory that it alone uses."""
-
-    accepted: ProducerAccepted
-    ring: Ring
-    seq: int = 0
-    queue: deque[Item] = field(default_factory=deque)
-    open: dict[str, CaptureInfo] = field(default_factory=dict)
-    failing: dict[str, Loss] = field(default_factory=dict)
 
 
 class Sender:
@@ -147,8 +112,14 @@ class Sender:
         with self._lock:
             return stream.ring.reserve(length)
 
+    def cancel(self, stream: Stream) -> None:
+        """Takes the newest reservation back: nothing was queued for it."""
+        with self._lock:
+            stream.ring.cancel()
+
     def begin(self, stream: Stream | None, info: CaptureInfo) -> bool:
         """A capture begins; False where there is no stream to take it, and it has failed."""
+        info = clean_info(info)
         with self._lock:
             if stream is None or stream is not self._stream:
                 self._record(Loss(info, *self._down))
@@ -174,6 +145,7 @@ class Sender:
         """The capture will have no shard, whether the sidecar has heard of it or not."""
         log.info("capture %s (request %.80r) failed: %s: %s", info.capture_id, info.request_id, reason, detail)
         self._drop_lock(info.capture_id)
+        info, detail = clean_info(info), clean_text(detail)
         with self._lock:
             stream = self._stream
             loss = Loss(info, reason, detail)
@@ -226,12 +198,25 @@ class Sender:
                 worked = self.pump()
             except Exception:
                 log.exception("a bug in the sender; the stream is given up")
-                self._lose(FailReason.INTERNAL_ERROR, "a bug in the sender, see the engine's log")
+                self._start_over()
                 worked = False
             self._tried.set()
             if not worked:
                 self._rest()
-        self._finish()
+        try:
+            self._finish()
+        except Exception:
+            log.exception("a bug in the sender while it was shutting down")
+
+    def _start_over(self) -> None:
+        """After a bug. Where not even the first batch could be sent, the failures in it may be what cannot be."""
+        stream = self._stream
+        self._lose(FailReason.INTERNAL_ERROR, "a bug in the sender, see the engine's log")
+        with self._lock:
+            if stream is not None and stream.seq == 0:
+                self._forgotten += len(self._ledger)
+                self._ledger.clear()
+            self._back_off()
 
     def _rest(self) -> None:
         with self._lock:
@@ -242,9 +227,10 @@ class Sender:
             self._lock.wait(max(0.001, due - self._now()))
 
     def _finish(self) -> None:
-        deadline = self._closing if self._closing is not None else self._now()
-        while self._now() < deadline and not self.idle and self.pump(deadline):
-            pass
+        while not self._late() and not self.idle:
+            self._next_try = 0.0
+            if not self.pump():
+                break
         stream = self._stream
         lost = self._unfinished()
         if lost:
@@ -255,6 +241,10 @@ class Sender:
         if self._locks is not None:
             self._locks.close()
         self._transport.close()
+
+    def _late(self) -> bool:
+        """Whether the time that `close` gave is over."""
+        return self._closing is not None and self._now() >= self._closing
 
     def _unfinished(self) -> set[str]:
         stream = self._stream
@@ -268,7 +258,7 @@ class Sender:
 
     # ---- one turn
 
-    def pump(self, deadline: float | None = None) -> bool:
+    def pump(self) -> bool:
         """One turn: connect, or ship one batch, or a heartbeat that is due. True if anything was done."""
         stream = self._stream
         if stream is None:
@@ -276,7 +266,7 @@ class Sender:
         items = self._take_batch(stream)
         if not items and self._now() < self._last_sent + self._heartbeat(stream):
             return False
-        answer = self._ship(stream, items, deadline)
+        answer = self._ship(stream, items)
         if answer is not None:
             self._settle(stream, items, answer)
         return True
@@ -285,12 +275,12 @@ class Sender:
         return stream.accepted.heartbeat_s / 3
 
     def _connect(self) -> bool:
-        ring = self._spare = self._spare or self._new_ring()
-        offer = RingOffer(ring.name, ring.size) if ring.name else None
         try:
+            ring = self._spare = self._spare or self._new_ring()
+            offer = RingOffer(ring.name, ring.size) if ring.name else None
             accepted = self._transport.open(msgspec.structs.replace(self._producer, ring=offer))
-            self._check_shm(accepted)
-        except TransportError as error:
+            self._check(accepted, offer)
+        except (TransportError, RingError) as error:
             self._stay_down(error)
             return False
         ring.unlink()
@@ -298,7 +288,7 @@ class Sender:
         self._say_connected(accepted, offer)
         with self._lock:
             stream = self._stream = Stream(accepted, ring)
-            self._last_sent, self._pause = self._now(), FIRST_PAUSE_S
+            self._last_sent = self._now()
             for loss in self._ledger.values():
                 stream.failing[loss.info.capture_id] = loss
                 self._queue(stream, Item(Open(loss.info)))
@@ -318,20 +308,32 @@ class Sender:
         self._on_ring(ring)
         return ring
 
-    def _check_shm(self, accepted: ProducerAccepted) -> None:
+    def _check(self, accepted: ProducerAccepted, offer: RingOffer | None) -> None:
+        """Refuses an answer that cannot be worked with."""
+        if accepted.protocol != PROTOCOL_VERSION:
+            raise SidecarRefused(f"the sidecar speaks protocol {accepted.protocol}, this connector {PROTOCOL_VERSION}")
+        if not (0 < accepted.heartbeat_s < math.inf) or accepted.max_payload_bytes < 1:
+            raise SidecarRefused(f"the sidecar's answer makes no sense: {accepted}")
+        if accepted.shm and offer is None:
+            raise SidecarRefused("the sidecar says that it has shared memory open, and none was offered")
         if self._settings.transport == "shm" and not accepted.shm:
-            raise SidecarRefused(f"transport is 'shm' and shared memory is not to be had: {accepted.shm_reason}")
+            why = accepted.shm_reason or "it could not be created here, see above"
+            raise SidecarRefused(f"transport is 'shm' and shared memory is not to be had: {why}")
 
-    def _stay_down(self, error: TransportError) -> None:
+    def _stay_down(self, error: TransportError | RingError) -> None:
         refused = isinstance(error, SidecarRefused)
         reason = FailReason.SIDECAR_REFUSED if refused else FailReason.SIDECAR_UNREACHABLE
         with self._lock:
-            self._down = (reason, str(error))
-            self._next_try = self._now() + (5 * LAST_PAUSE_S if refused else self._pause)
-            self._pause = min(2 * self._pause, LAST_PAUSE_S)
+            self._down = (reason, clean_text(str(error)))
+            self._back_off(5 * LAST_PAUSE_S if refused else 0.0)
         if str(error) != self._said:
             self._said = str(error)
             log.warning("no hidden states are captured until the sidecar answers: %s", error)
+
+    def _back_off(self, least: float = 0.0) -> None:
+        """The next try is later each time, until a batch has been answered."""
+        self._next_try = self._now() + max(self._pause, least)
+        self._pause = min(2 * self._pause, LAST_PAUSE_S)
 
     def _say_connected(self, accepted: ProducerAccepted, offer: RingOffer | None) -> None:
         self._said = ""
@@ -352,30 +354,29 @@ class Sender:
             queued[0].ticket.wait()
         items: list[Item] = []
         for item in queued:
-            size = item.message.span.length if isinstance(item.message, Rows) else 0
-            if items and (size > most or (item.ticket is not None and not item.ticket.done())):
+            if items and (item.size > most or (item.ticket is not None and not item.ticket.done())):
                 break
             items.append(item)
-            most -= size
+            most -= item.size
         return items
 
-    def _ship(self, stream: Stream, items: list[Item], deadline: float | None) -> BatchAnswer | None:
-        messages, payload = _address(stream, items)
+    def _ship(self, stream: Stream, items: list[Item]) -> BatchAnswer | None:
+        messages, payload = address(stream, items)
         batch = Batch(stream.accepted.producer_id, stream.seq, messages)
         give_up = self._now() + RETRY_S
         while True:
             try:
                 answer = self._transport.ingest(batch, payload)
-                if len(answer.messages) != len(items):
-                    raise SidecarRefused(f"{len(answer.messages)} answers to {len(items)} messages")
+                if (answer.seq, len(answer.messages)) != (batch.seq, len(items)):
+                    got = f"{len(answer.messages)} answers to batch {answer.seq}"
+                    raise SidecarRefused(f"{got} came where {len(items)} to batch {batch.seq} were expected")
                 return answer
             except ProducerUnknown as error:
                 self._lose(FailReason.SIDECAR_RESTARTED, str(error))
             except SidecarRefused as error:
                 self._lose(FailReason.SIDECAR_REFUSED, str(error))
             except SidecarUnreachable as error:
-                now = self._now()
-                if (self._closing is None and now < give_up) or (deadline is not None and now < deadline):
+                if self._now() < (give_up if self._closing is None else self._closing):
                     time.sleep(0.05)
                     continue
                 self._lose(FailReason.SIDECAR_UNREACHABLE, str(error))
@@ -384,7 +385,7 @@ class Sender:
     def _settle(self, stream: Stream, items: list[Item], answer: BatchAnswer) -> None:
         with self._lock:
             stream.seq += 1
-            self._last_sent = self._now()
+            self._last_sent, self._pause = self._now(), FIRST_PAUSE_S
             for item, result in zip(items, answer.messages, strict=True):
                 stream.queue.popleft()
                 if isinstance(item.message, Rows):
@@ -427,8 +428,9 @@ class Sender:
             stream, self._stream = self._stream, None
             if stream is None:
                 return
+            detail = clean_text(detail)
             self._down = (reason, detail)
-            self._next_try, self._pause = self._now(), FIRST_PAUSE_S
+            self._back_off()
             lost = [Loss(info, reason, detail) for info in stream.open.values()]
             for loss in [*lost, *stream.failing.values()]:
                 self._drop_lock(loss.info.capture_id)
@@ -444,19 +446,3 @@ class Sender:
         for item in items:
             if item.ticket is not None:
                 item.ticket.wait()
-
-
-def _address(stream: Stream, items: list[Item]) -> tuple[tuple[Message, ...], list[memoryview]]:
-    """The messages with spans as the sidecar sees them, and the bytes that go into the body."""
-    messages: list[Message] = []
-    payload: list[memoryview] = []
-    position = 0
-    for item in items:
-        message = item.message
-        if isinstance(message, Rows) and not message.span.shared:
-            span = message.span
-            payload.append(stream.ring.view(span.offset, span.length))
-            message = msgspec.structs.replace(message, span=Span(position, span.length))
-            position += span.length
-        messages.append(message)
-    return tuple(messages), payload

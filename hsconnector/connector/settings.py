@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -60,7 +60,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def api_key(self) -> str:
         """The ingest key from the environment, or an empty text."""
-        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        return os.environ.get(self.api_key_env, "").strip() if self.api_key_env else ""
 
 
 class RequestSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +79,8 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     known = [field.name for field in msgspec.structs.fields(ConnectorSettings)]
     for key, value in extra.items():
         if key not in known:
-            raise SettingsError(f"kv_connector_extra_config has no {key!r} (got {value!r}){_nearest(key, known)}")
+            got = f"{key!r} (got {repr(value)[:200]})"
+            raise SettingsError(f"kv_connector_extra_config has no {got}{_nearest(str(key)[:80], known)}")
     settings = _convert(extra)
     _check_ranges(settings)
     _check_addresses(settings)
@@ -93,12 +94,12 @@ def parse_wish(params: Mapping[str, Any] | None, settings: ConnectorSettings, re
     if asked is None:
         asked = {}
     if not isinstance(asked, Mapping):
-        return _bad_request(f"{REQUEST_KEY} must be an object, got {type(asked).__name__}")
+        return _bad_request(f"{REQUEST_KEY} must be an object, got {type(asked).__name__}", {})
     try:
         request = msgspec.convert(dict(asked), RequestSettings)
         _check_texts(request)
     except (msgspec.ValidationError, SettingsError) as error:
-        return _bad_request(_name_field(str(error), asked))
+        return _bad_request(_name_field(str(error), asked), asked)
     if not _wanted(request, settings, request_id):
         return Wish(capture=False)
     with_output = settings.include_output_tokens
@@ -124,14 +125,14 @@ def _convert(extra: Mapping[str, Any]) -> ConnectorSettings:
 def _check_ranges(settings: ConnectorSettings) -> None:
     if not 0 <= settings.sample_rate <= 1:
         raise SettingsError(f"sample_rate is a share from 0 to 1, got {settings.sample_rate}")
-    if settings.ring_bytes < 1 << 16:
-        raise SettingsError(f"ring_bytes is in bytes and at least 65536, got {settings.ring_bytes}")
+    if not 1 << 16 <= settings.ring_bytes <= 1 << 40:
+        raise SettingsError(f"ring_bytes is in bytes, from 65536 to {1 << 40}, got {settings.ring_bytes}")
     if not 0 <= settings.stall_timeout_s <= 3600:
         raise SettingsError(f"stall_timeout_s is 0 to 3600 seconds, got {settings.stall_timeout_s}")
 
 
 def _check_addresses(settings: ConnectorSettings) -> None:
-    address = urlsplit(settings.sidecar)
+    address = _split("sidecar", settings.sidecar)
     if address.scheme == "unix":
         if not address.path:
             raise SettingsError(f"sidecar {settings.sidecar!r} names no socket; write unix:///path/to/socket")
@@ -139,10 +140,25 @@ def _check_addresses(settings: ConnectorSettings) -> None:
             raise SettingsError(
                 "a sidecar on a Unix socket needs public_url as well: clients fetch captures from it over HTTP"
             )
-    elif address.scheme not in ("http", "https") or not address.netloc:
+    elif address.scheme not in ("http", "https") or not address.hostname or address.query or address.fragment:
         raise SettingsError(f"sidecar is http://host:port or unix:///path/to/socket, got {settings.sidecar!r}")
-    if settings.public_url and urlsplit(settings.public_url).scheme not in ("http", "https"):
-        raise SettingsError(f"public_url starts with http:// or https://, got {settings.public_url!r}")
+    if settings.public_url:
+        public = _split("public_url", settings.public_url)
+        if public.scheme not in ("http", "https") or not public.hostname:
+            raise SettingsError(f"public_url starts with http:// or https:// and a host, got {settings.public_url!r}")
+    if not all(" " < character <= "~" for character in settings.api_key):
+        raise SettingsError(f"the key in {settings.api_key_env} holds characters that no HTTP header can carry")
+
+
+def _split(name: str, text: str) -> SplitResult:
+    try:
+        address = urlsplit(text)
+        _ = address.port
+    except ValueError as error:
+        raise SettingsError(f"{name} {text!r} is no address: {error}") from error
+    if not all(" " < character <= "~" for character in text):
+        raise SettingsError(f"{name} {text!r} holds characters that no address has")
+    return address
 
 
 def _check_file_backend(settings: ConnectorSettings) -> None:
@@ -161,15 +177,21 @@ def _check_texts(request: RequestSettings) -> None:
         texts[f"tags[{key[:40]!r}]"] = value
         texts[f"tags key {key[:40]!r}"] = key
     for name, text in texts.items():
-        size = len(text.encode("utf-8", "surrogatepass"))
-        if size > MAX_TEXT_BYTES:
-            raise SettingsError(f"{name} has {size} bytes, at most {MAX_TEXT_BYTES} are allowed")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise SettingsError(f"{name} holds half a surrogate pair, which is no text")
+        if problem := _text_problem(text):
+            raise SettingsError(f"{name} {problem}")
     total = sum(len(text.encode()) for text in texts.values())
     if total > MAX_TEXTS_BYTES:
         raise SettingsError(f"dataset, sample_id and tags have {total} bytes together, at most {MAX_TEXTS_BYTES}")
     _check_hash(request.expected_content_hash)
+
+
+def _text_problem(text: str) -> str:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_TEXT_BYTES:
+        return f"has {size} bytes, at most {MAX_TEXT_BYTES} are allowed"
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "holds half a surrogate pair, which is no text"
+    return ""
 
 
 def _check_hash(text: str) -> None:
@@ -185,15 +207,21 @@ def _wanted(request: RequestSettings, settings: ConnectorSettings, request_id: s
     return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) < settings.sample_rate * 2**32
 
 
-def _bad_request(detail: str) -> Wish:
-    return Wish(problem=(FailReason.BAD_REQUEST, detail))
+def _bad_request(detail: str, asked: Mapping[str, Any]) -> Wish:
+    """The capture fails; it can still be found by the names that it was given, where those are good."""
+    dataset, sample_id = (_good_text(asked.get(key)) for key in ("dataset", "sample_id"))
+    return Wish(dataset=dataset, sample_id=sample_id, problem=(FailReason.BAD_REQUEST, detail))
+
+
+def _good_text(value: object) -> str:
+    return value if isinstance(value, str) and not _text_problem(value) else ""
 
 
 def _name_field(message: str, asked: Mapping[str, Any]) -> str:
     known = [field.name for field in msgspec.structs.fields(RequestSettings)]
-    unknown = [key for key in asked if key not in known]
+    unknown = [str(key)[:80] for key in asked if key not in known]
     if unknown:
-        return f"{REQUEST_KEY} has no {str(unknown[0])[:80]!r}{_nearest(str(unknown[0]), known)}"
+        return f"{REQUEST_KEY} has no {unknown[0]!r}{_nearest(unknown[0], known)}"
     return f"{REQUEST_KEY}: {message}".replace("`$", f"`{REQUEST_KEY}")
 
 

@@ -40,10 +40,21 @@ class Worker:
         self._now = now
         self._stream: Stream | None = None
         self._copies: dict[str, Ticket] = {}
-        self._chunk_rows = max(1, min(CHUNK_BYTES, settings.ring_bytes // 4) // sender.row_bytes)
+        """The last copy of each capture that may still be under way."""
+        self._chunk_rows = 1
 
     def step(self, step: Step) -> None:
-        """Takes the scheduler's news and reads what may be read, before this step's forward."""
+        """Takes the scheduler's news and reads what may be read, before this step's forward.
+
+        What it raises has failed every open capture, and nothing is held any more.
+        """
+        try:
+            self._step(step)
+        except Exception as error:
+            self._abandon(step, f"{type(error).__name__}: {error}")
+            raise
+
+    def _step(self, step: Step) -> None:
         now = self._now()
         self._follow_stream()
         ended = self.reader.apply(step, now)
@@ -59,6 +70,14 @@ class Worker:
             self._read(self._stream, now)
             self._commit(self._stream)
         self._give_up_stalled(now)
+
+    def _abandon(self, step: Step, detail: str) -> None:
+        """Part of the step's news may not have been taken: its ends give their blocks back, its beginnings fail."""
+        open_now = [capture.info for capture in self.reader.drop_all()]
+        for finish in step.finished:
+            self.reader.release(finish.request_id)
+        for info in {info.capture_id: info for info in [*open_now, *step.begun]}.values():
+            self.sender.fail(info, FailReason.INTERNAL_ERROR, detail)
 
     def fail_all(self, reason: FailReason, detail: str) -> None:
         """Ends every open capture."""
@@ -76,11 +95,23 @@ class Worker:
 
     def _follow_stream(self) -> None:
         """The captures of a stream that is gone have failed with it."""
+        self._copies = {name: ticket for name, ticket in self._copies.items() if not ticket.done()}
         stream = self.sender.stream
-        if stream is not self._stream:
-            self._stream = stream
-            self._copies.clear()
-            self.reader.drop_all()
+        if stream is self._stream:
+            return
+        for ticket in self._copies.values():
+            ticket.wait()
+        self._copies.clear()
+        self._stream = stream
+        self.reader.drop_all()
+        if stream is not None:
+            self._chunk_rows = self._rows_a_piece(stream)
+
+    def _rows_a_piece(self, stream: Stream) -> int:
+        most = min(CHUNK_BYTES, self._settings.ring_bytes // 4)
+        if not stream.accepted.shm:
+            most = min(most, stream.accepted.max_payload_bytes)
+        return max(1, most // self.sender.row_bytes)
 
     def _read(self, stream: Stream, now: float) -> None:
         for capture in self.reader.pending():
@@ -100,19 +131,19 @@ class Worker:
         offset = self.sender.reserve(stream, len(rows) * self.sender.row_bytes) if rows else None
         if offset is None:
             return False
-        out = rows_tensor(stream.ring.memory, offset, len(rows), self._cache)
-        ticket = self._gather.copy(capture.table, rows, out)
+        try:
+            out = rows_tensor(stream.ring.memory, offset, len(rows), self._cache)
+            ticket = self._gather.copy(capture.table, rows, out)
+        except BaseException:
+            self.sender.cancel(stream)
+            raise
+        self._copies[capture.info.capture_id] = ticket
         self.sender.rows(stream, capture.info.capture_id, rows, offset, ticket)
         self.reader.advance(capture, len(rows), now)
-        if ticket.done():
-            self._copies.pop(capture.info.capture_id, None)
-        else:
-            self._copies[capture.info.capture_id] = ticket
         return True
 
     def _commit(self, stream: Stream) -> None:
         for capture in self.reader.complete(self._arrived):
-            self._copies.pop(capture.info.capture_id, None)
             finish = capture.finish
             if finish is not None:
                 commit = Commit(capture.info.capture_id, finish.num_rows, finish.token_ids, finish.reason)
@@ -131,7 +162,6 @@ class Worker:
 
     def _drop(self, capture: Capture, reason: FailReason, detail: str) -> None:
         self.reader.drop(capture.info.request_id)
-        self._copies.pop(capture.info.capture_id, None)
         self.sender.fail(capture.info, reason, detail)
 
     def _overflow(self) -> str:

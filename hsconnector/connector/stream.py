@@ -1,0 +1,76 @@
+"""One accepted stream: its staging memory, its queue, and the captures that are open in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from hsconnector.connector.ring import Ring
+from hsconnector.protocol import CaptureInfo, Commit, FailReason, Message, Open, ProducerAccepted, Rows, Span
+
+__all__ = ["Item", "Loss", "Stream", "Ticket", "address"]
+
+
+class Ticket(Protocol):
+    """Row bytes that may still be on their way into staging memory."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Item:
+    """A message in the queue; `ticket` is set for rows, whose memory is released when they are answered."""
+
+    message: Message
+    ticket: Ticket | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it adds to a batch, as far as they can be many."""
+        if isinstance(self.message, Rows):
+            return self.message.span.length
+        if isinstance(self.message, Commit):
+            return len(self.message.token_ids)
+        return len(self.message.capture.request_id) if isinstance(self.message, Open) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a capture failed on our side."""
+
+    info: CaptureInfo
+    reason: FailReason
+    detail: str
+
+
+@dataclass(slots=True)
+class Stream:
+    """One accepted stream with the staging memory that it alone uses."""
+
+    accepted: ProducerAccepted
+    ring: Ring
+    seq: int = 0
+    queue: deque[Item] = field(default_factory=deque)
+    open: dict[str, CaptureInfo] = field(default_factory=dict)
+    failing: dict[str, Loss] = field(default_factory=dict)
+
+
+def address(stream: Stream, items: list[Item]) -> tuple[tuple[Message, ...], list[memoryview]]:
+    """The messages with spans as the sidecar sees them, and the bytes that go into the body."""
+    messages: list[Message] = []
+    payload: list[memoryview] = []
+    position = 0
+    for item in items:
+        message = item.message
+        if isinstance(message, Rows) and not message.span.shared:
+            span = message.span
+            payload.append(stream.ring.view(span.offset, span.length))
+            message = msgspec.structs.replace(message, span=Span(position, span.length))
+            position += span.length
+        messages.append(message)
+    return tuple(messages), payload
