@@ -24,7 +24,9 @@ COMMANDS = {
     "extract": "Push a data set through a running engine into the sidecar.",
     "train": "Run `speculators train` with its samples from a sidecar.",
     "export": "Write captures as the files that a trainer reads.",
+    "ls": "List captures, by filter.",
     "show": "Show one capture, a shard file or the latest captures.",
+    "gc": "Say what would leave a store, or remove it.",
     "reindex": "Rebuild a store's index from its shards.",
     "verify": "Compare captures with a Hugging Face forward pass.",
 }

@@ -1,0 +1,154 @@
+"""`hsconnector gc`: what leaves a store, now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from hsconnector.calls import Calls
+from hsconnector.cli.quantities import parse_bytes, parse_duration
+from hsconnector.cli.show import plain, readable_bytes
+from hsconnector.client import DEFAULT_URL
+from hsconnector.errors import SettingsError
+from hsconnector.protocol import CaptureState
+
+__all__ = ["gc"]
+
+_LISTED = 20
+_STOP_S = 30.0
+
+
+class _Leaving(msgspec.Struct, frozen=True):
+    capture_id: str
+    dataset: str
+    sample_id: str
+    state: str
+    size: int
+    why: str
+
+
+class _Collection(msgspec.Struct, frozen=True):
+    count: int
+    bytes: int
+    held: int
+    data: list[_Leaving]
+
+
+def gc(
+    url: Annotated[str | None, typer.Option(help=f"The sidecar [default: HSC_URL, then {DEFAULT_URL}].")] = None,
+    store: Annotated[Path | None, typer.Option(help="A store whose sidecar is not running, instead of --url.")] = None,
+    ttl: Annotated[
+        str | None, typer.Option(help="What is older goes: 90s, 30m, 12h, 7d; default: the sidecar's.")
+    ] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option(help="Remove down to this: 500GB, 1.5TiB; default: the sidecar's quota.")
+    ] = None,
+    evict: Annotated[
+        Literal["acked", "oldest", "none"] | None,
+        typer.Option(help="What may go to get there; default: the sidecar's, acked."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Instead: every capture of this data set.")] = None,
+    sample_id: Annotated[str | None, typer.Option(help="Of this sample.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of this model.")] = None,
+    state: Annotated[CaptureState | None, typer.Option(help="In this state: ready or quarantined.")] = None,
+    older_than: Annotated[str | None, typer.Option(help="Created longer ago than this: 90s, 30m, 12h, 7d.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run/--delete", help="Only say what would go, or remove it.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Says what would leave a store, and with --delete removes it.
+
+    Without filters retention is applied: what was deleted with its acknowledgement, what is older than --ttl, then
+    down to --max-bytes what is acknowledged and, with --evict oldest, the oldest. With filters every capture that
+    matches all of them goes. What is leased, being read or not final stays.
+    """
+    if url is not None and store is not None:
+        raise SettingsError("--url and --store are both given: name the sidecar, or the store of one that is stopped")
+    filters = {"dataset": dataset, "sample_id": sample_id, "model": model, "state": state}
+    body = _body(filters, older_than, ttl, max_bytes, evict) | {"dry_run": dry_run}
+    at = (
+        _own_sidecar(store)
+        if store is not None
+        else contextlib.nullcontext(url or os.environ.get("HSC_URL") or DEFAULT_URL)
+    )
+    with at as address, Calls(address, api_key=os.environ.get("HSC_API_KEY", ""), timeout=600.0) as calls:
+        found = calls.post("/v1/captures:collect", body, _Collection)
+    if as_json:
+        typer.echo(msgspec.json.encode({"dry_run": dry_run, **msgspec.to_builtins(found)}).decode())
+    else:
+        _print(found, dry_run)
+
+
+def _body(
+    filters: dict[str, Any], older_than: str | None, ttl: str | None, max_bytes: str | None, evict: str | None
+) -> dict[str, Any]:
+    chosen = {name: value for name, value in filters.items() if value is not None}
+    if older_than is not None:
+        chosen["created_before"] = time.time() - parse_duration("--older-than", older_than)
+    limits = {
+        "ttl_s": None if ttl is None else parse_duration("--ttl", ttl),
+        "max_bytes": None if max_bytes is None else parse_bytes("--max-bytes", max_bytes),
+        "evict": evict,
+    }
+    if chosen and any(value is not None for value in limits.values()):
+        raise SettingsError("--ttl, --max-bytes and --evict apply retention; they do not go together with filters")
+    return {"filters": chosen} if chosen else limits
+
+
+@contextlib.contextmanager
+def _own_sidecar(store: Path) -> Iterator[str]:
+    """The address of a sidecar on `store` for the moment; exit code 3 where it cannot start."""
+    if not (store / "captures").is_dir():
+        raise SettingsError(f"{store} is not a store: it has no folder captures")
+    with tempfile.TemporaryDirectory(prefix="hsconnector-") as folder:
+        socket = Path(folder) / "sidecar"
+        command = [sys.executable, "-c", "from hsconnector.cli import main; main()", "serve"]
+        command += [f"--store={store.absolute()}", "--no-tcp", f"--uds={socket}"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HSC_")}
+        log = Path(folder) / "log"
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+        ):
+            try:
+                if process.stdout is None or not process.stdout.readline():
+                    process.wait(_STOP_S)
+                    typer.echo(f"hsconnector: no sidecar can be run on the store: {_last_line(log)}", err=True)
+                    raise SystemExit(3)
+                yield f"unix://{socket}"
+            finally:
+                process.terminate()
+                process.wait(_STOP_S)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1].removeprefix("hsconnector: ") if lines else "it said nothing"
+
+
+def _print(found: _Collection, dry_run: bool) -> None:
+    for each in found.data[:_LISTED]:
+        name = plain(" ".join(part for part in (each.dataset, each.sample_id) if part))
+        typer.echo(
+            f"{each.capture_id}  {each.why:<8}  {each.state:<11}  {readable_bytes(each.size):>8}  {name}".rstrip()
+        )
+    if found.count > _LISTED:
+        typer.echo(f"… and {found.count - _LISTED} more")
+    reasons = Counter(each.why for each in found.data)
+    listed = ", ".join(f"{count} {why}" for why, count in reasons.items())
+    verb = "would go" if dry_run else "are gone"
+    typer.echo(f"{found.count} captures {verb}, {readable_bytes(found.bytes)}{f' ({listed})' if listed else ''}")
+    if found.held:
+        typer.echo(f"{found.held} that match stay: they are leased or being read")
+    if dry_run and found.count:
+        typer.echo("nothing was removed; say --delete to remove them")

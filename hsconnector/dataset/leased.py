@@ -1,0 +1,280 @@
+"""Captures from the work queues of sidecars."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hsconnector.calls import Refused
+from hsconnector.client import Capture, CaptureRecord
+from hsconnector.dataset.copies import FIRST_PAUSE_S, Failures, Fetcher, Place, Sidecar, View
+from hsconnector.dataset.prefetch import Prefetch
+from hsconnector.dataset.samples import Sample, make_sample, rows_by_tokens
+from hsconnector.errors import CaptureError, SettingsError, SidecarUnreachable, TransportError
+from hsconnector.formats.rows import DataRow, token_hash
+
+__all__ = ["Acked", "LeasedDataset"]
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Acked:
+    """What an acknowledgement did."""
+
+    acked: int = 0
+    late: tuple[str, ...] = ()
+    """Captures whose deadline had passed: they are, or will be, delivered again. Use a longer `deadline_s`."""
+    pending: int = 0
+    """Captures whose sidecar did not answer; acknowledged again with the next call."""
+
+
+class LeasedDataset(IterableDataset[Sample]):
+    """Captures from the work queues of sidecars, at least once each, until they are acknowledged.
+
+    Every rank and every DataLoader worker takes leases of its own, so no two get the same capture while a lease lasts:
+    `deadline_s` must cover prefetching and a step. `queue` names a pass over the captures: what is acknowledged is not
+    delivered again in it, also after a restart; take another name for another epoch. Each worker reads ahead up to
+    `prefetch_bytes`. Iteration ends when nothing was free for `idle_s` seconds (None: never).
+    What a crashed consumer held comes back at its deadline, so a run that wants all of it iterates until a pass gives
+    nothing and `outstanding()` is 0. Ranks may get different numbers of samples.
+
+    A sidecar that does not answer is left out while others deliver, and raises SidecarUnreachable in the end; so does
+    the only one, after `max_failures` attempts in a row. With `delete` an acknowledged shard is removed.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        queue: str = "",
+        consumer: str = "trainer",
+        dataset: str | None = None,
+        model: str | None = None,
+        data: str | os.PathLike[str] | None = None,
+        layers: Sequence[int] | None = None,
+        rows: tuple[int, int] | None = None,
+        verify: bool = True,
+        local: bool = True,
+        deadline_s: float = 600.0,
+        prefetch_bytes: int = 256 << 20,
+        lease_captures: int = 8,
+        idle_s: float | None = 10.0,
+        delete: bool = False,
+        rank: int | None = None,
+        api_key: str | None = None,
+        max_failures: int = 5,
+    ) -> None:
+        if idle_s is not None and not 0 <= idle_s < deadline_s:
+            raise SettingsError(f"idle_s {idle_s:g} must be 0 or more and shorter than deadline_s {deadline_s:g}")
+        if prefetch_bytes < 0 or lease_captures < 1:
+            raise SettingsError(f"prefetch_bytes {prefetch_bytes} or lease_captures {lease_captures} is too small")
+        self.view = View(layers=layers, rows=rows, verify=verify, local=local)
+        self.queue, self.deadline_s, self.idle_s, self.delete = queue, deadline_s, idle_s, delete
+        self.prefetch_bytes, self.lease_captures = prefetch_bytes, lease_captures
+        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.consumer = f"{consumer}/rank{rank}"
+        self._filters = {"dataset": dataset, "model": model, "layer_ids": list(self.view.layers or ())}
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        self._sidecars = [Sidecar(url, api_key, self.view.local) for url in urls]
+        self._fetcher = Fetcher(self._sidecars, self.view, max_failures)
+        self._rows = rows_by_tokens(data)
+        self._unacked: dict[tuple[int, str], list[str]] = {}
+        self._failures = Failures(max_failures)
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        consumer = f"{self.consumer}/worker{worker.id if worker else 0}"
+        prefetch = Prefetch(lambda stop: self._lent(consumer, stop), self._read, self.prefetch_bytes)
+        try:
+            yield from prefetch
+        finally:
+            self._give_back([lent.token for lent in prefetch.close()])
+
+    def ack(self, samples: Any) -> Acked:
+        """Samples, batches of them or their `lease` values are trained on. Harmless when repeated.
+
+        Raises SidecarUnreachable after `max_failures` calls in a row that some sidecar did not answer.
+        """
+        for key, names in _by_lease(samples).items():
+            self._unacked.setdefault(key, []).extend(names)
+        acked, late = 0, []
+        for (index, lease_id), names in list(self._unacked.items()):
+            try:
+                answers = self._ack(index, lease_id, names)
+            except SidecarUnreachable as error:
+                self._failures.count(error)
+                continue
+            self._failures.clear()
+            del self._unacked[index, lease_id]
+            late += [name for name in names if answers.get(name) not in ("acked", "already_acked")]
+            acked += sum(answer == "acked" for answer in answers.values())
+        return Acked(acked, tuple(late), sum(map(len, self._unacked.values())))
+
+    @contextlib.contextmanager
+    def step(self, samples: Any) -> Iterator[None]:
+        """One optimiser step: acknowledges the samples at its end, gives them back when it raises."""
+        try:
+            yield
+        except BaseException:
+            self.release(samples)
+            raise
+        self.ack(samples)
+
+    def release(self, samples: Any) -> None:
+        """Gives samples back at once; what no sidecar answers for comes back at its deadline."""
+        leases = _by_lease(samples)
+        self._give_back([(index, lease_id, name) for (index, lease_id), names in leases.items() for name in names])
+
+    def outstanding(self) -> int:
+        """Captures of this queue that any consumer holds now; raises SidecarUnreachable."""
+        counts = [sidecar.calls.get("/v1/leases", _Counts).data for sidecar in self._sidecars]
+        return sum(entry.held for entries in counts for entry in entries if entry.queue == self.queue)
+
+    def _ack(self, index: int, lease_id: str, names: Sequence[str]) -> Mapping[str, str]:
+        body = {"capture_ids": names, "delete": self.delete}
+        try:
+            return self._sidecars[index].calls.post(f"/v1/leases/{lease_id}/ack", body, _AckAnswer).captures
+        except Refused as error:
+            if error.kind not in ("lease_expired", "lease_unknown"):
+                raise
+            return dict.fromkeys(names, error.kind)
+
+    def _lent(self, consumer: str, stop: threading.Event) -> Iterator[_Lent]:
+        """Captures as they are lent, from one sidecar after the other."""
+        troubles = [Failures(self._failures.most) for _ in self._sidecars]
+        wait = _POLL_S if len(troubles) == 1 else 0.0
+        last = time.monotonic()
+        while not stop.is_set():
+            got = False
+            for index, trouble in enumerate(troubles):
+                try:
+                    lease = self._take(index, consumer, wait)
+                    trouble.clear()
+                except SidecarUnreachable as error:
+                    trouble.note(error)
+                    continue
+                for record in lease.captures:
+                    got = True
+                    yield _Lent(record, (index, lease.lease_id or "", record.capture_id))
+            if got:
+                last = time.monotonic()
+            elif self._is_over(troubles, time.monotonic() - last):
+                return
+            else:
+                stop.wait(FIRST_PAUSE_S)
+
+    def _is_over(self, troubles: Sequence[Failures], idle: float) -> bool:
+        """Whether nothing more will come; raises SidecarUnreachable where a sidecar that may hold more is away."""
+        broken = [trouble for trouble in troubles if trouble.exhausted]
+        over = self.idle_s is not None and idle >= self.idle_s
+        if len(broken) == len(troubles) or (over and broken):
+            broken[0].stop()
+        return over and not any(trouble.consecutive for trouble in troubles)
+
+    def _take(self, index: int, consumer: str, wait: float) -> _Lease:
+        body = {
+            "consumer": consumer,
+            "queue": self.queue,
+            "count": self.lease_captures,
+            "max_bytes": self.prefetch_bytes,
+            "deadline_s": self.deadline_s,
+            "filters": self._filters,
+        }
+        return self._sidecars[index].calls.post(
+            "/v1/leases", body, _Lease, wait=wait if self.idle_s is None else min(wait, self.idle_s)
+        )
+
+    def _read(self, lent: _Lent) -> Sample | None:
+        """The sample of a capture; None where it was deleted meanwhile."""
+        rows = None if self._rows else self.view.rows
+        try:
+            capture = self._fetcher.fetch((Place(lent.token[0], lent.record),), rows)
+        except CaptureError:
+            self.ack([_token(lent.token)])
+            return None
+        sample = make_sample(capture, lent.record, self._row(capture))
+        if self._rows and self.view.rows is not None:
+            start, stop = self.view.rows
+            for name in ("hidden_states", "token_ids", "loss_mask"):
+                sample[name] = sample[name][start:stop]
+        return {**sample, "lease": _token(lent.token)}
+
+    def _row(self, capture: Capture) -> DataRow | None:
+        if not self._rows:
+            return None
+        row = self._rows.get(token_hash(capture.token_ids.numpy().astype("<i8").tobytes()))
+        if row is None:
+            raise SettingsError(f"the tokens of capture {capture.capture_id} are those of no row of `data`")
+        return row
+
+    def _give_back(self, tokens: Sequence[tuple[int, str, str]]) -> None:
+        leases: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for index, lease_id, name in tokens:
+            leases[index, lease_id].append(name)
+        for (index, lease_id), names in leases.items():
+            with contextlib.suppress(TransportError):
+                body = {"capture_ids": names}
+                self._sidecars[index].calls.post(f"/v1/leases/{lease_id}/release", body, _Released)
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    captures: list[CaptureRecord]
+    lease_id: str | None = None
+
+
+class _AckAnswer(msgspec.Struct, frozen=True):
+    captures: dict[str, str]
+
+
+class _Released(msgspec.Struct, frozen=True):
+    released: list[str]
+
+
+class _Count(msgspec.Struct, frozen=True):
+    queue: str
+    held: int
+
+
+class _Counts(msgspec.Struct, frozen=True):
+    data: list[_Count]
+
+
+@dataclass(frozen=True)
+class _Lent:
+    record: CaptureRecord
+    token: tuple[int, str, str]
+    """Sidecar, lease, capture."""
+
+    @property
+    def size(self) -> int:
+        return self.record.size
+
+
+def _token(token: tuple[int, str, str]) -> str:
+    return "/".join(map(str, token))
+
+
+def _by_lease(samples: Any) -> dict[tuple[int, str], list[str]]:
+    """The captures of each sidecar and lease among samples, batches of them, or `lease` values."""
+    leases: dict[tuple[int, str], list[str]] = defaultdict(list)
+    pending = [samples]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Mapping):
+            pending.append(each["lease"])
+        elif isinstance(each, str):
+            index, lease_id, capture_id = each.split("/")
+            leases[int(index), lease_id].append(capture_id)
+        else:
+            pending.extend(each)
+    return leases

@@ -1,0 +1,143 @@
+"""Which captures make up a data set, in which order, and a capture as a sample."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hsconnector.client import Capture, CaptureRecord
+from hsconnector.dataset.copies import Place, View
+from hsconnector.errors import CaptureNotFound, SettingsError
+from hsconnector.formats.rows import DataRow, read_rows
+from hsconnector.protocol import content_hash
+
+__all__ = ["Entry", "Sample", "choose_entries", "common_layers", "make_sample", "rows_by_tokens"]
+
+Sample = dict[str, Any]
+
+_NAMED = 5
+"""Missing samples named in an error."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    places: tuple[Place, ...]
+    row: DataRow | None = None
+
+
+def choose_entries(
+    found: Sequence[Place],
+    sample_ids: Sequence[str] | None,
+    data: str | os.PathLike[str] | None,
+    missing: Literal["error", "skip"],
+) -> list[Entry]:
+    """The entries in their order; raises SettingsError, CaptureNotFound."""
+    about = _common(found)
+    rows = [] if data is None else _rows_of(Path(data), about)
+    entries = _by_name(found, {row.content_hash: row for row in rows})
+    if sample_ids is not None:
+        wanted = [(name, entries.get(name)) for name in sample_ids]
+    elif data is not None:
+        by_content = {entry.places[0].record.content_hash: entry for entry in entries.values()}
+        wanted = [
+            (
+                row.sample_id,
+                Entry(row.sample_id, entry.places, row) if (entry := by_content.get(row.content_hash)) else None,
+            )
+            for row in rows
+        ]
+    else:
+        wanted = [(name, entries[name]) for name in sorted(entries, key=_natural)]
+    absent = [name for name, entry in wanted if entry is None]
+    if absent and missing == "error":
+        listed = ", ".join(map(repr, absent[:_NAMED])) + (", …" if len(absent) > _NAMED else "")
+        raise CaptureNotFound(
+            f"{len(absent)} of {len(wanted)} samples have no ready capture: {listed}; extract them, or leave them out "
+            'with missing="skip"'
+        )
+    return [entry for _, entry in wanted if entry is not None]
+
+
+def _by_name(found: Sequence[Place], rows: Mapping[str, DataRow]) -> dict[str, Entry]:
+    """Every sample with the copies that hold the same as its newest capture."""
+    places: dict[str, list[Place]] = defaultdict(list)
+    for place in found:
+        places[place.record.sample_id or place.record.capture_id].append(place)
+    entries = {}
+    for name, copies in places.items():
+        datasets = {place.record.dataset for place in copies}
+        if len(datasets) > 1:
+            raise SettingsError(f"sample {name!r} is in the data sets {sorted(datasets)}: say which with dataset=")
+        copies.sort(key=lambda place: place.record.capture_id, reverse=True)
+        content = copies[0].record.content_hash
+        same = {place.source: place for place in reversed(copies) if place.record.content_hash == content}
+        entries[name] = Entry(name, tuple(same[source] for source in sorted(same)), rows.get(content))
+    return entries
+
+
+def _common(found: Sequence[Place]) -> CaptureRecord | None:
+    """A record that stands for all in what decides their values; raises SettingsError where they differ."""
+    kinds = {
+        (each.model, each.model_revision, each.lora, each.layer_ids, each.dtype): each
+        for each in (place.record for place in found)
+    }
+    if len(kinds) > 1:
+        listed = "; ".join(
+            f"model {model!r} {revision!r} {lora!r}, layers {list(layers)}, {dtype}"
+            for model, revision, lora, layers, dtype in sorted(kinds)
+        )
+        raise SettingsError(
+            f"captures of {len(kinds)} kinds do not make one data set ({listed}): choose with dataset= or model="
+        )
+    return next(iter(kinds.values()), None)
+
+
+def common_layers(entries: Sequence[Entry], view: View) -> tuple[int, ...]:
+    """What the slots of every sample hold."""
+    held = entries[0].places[0].record.layer_ids if entries else ()
+    absent = sorted(set(view.layers or ()) - set(held))
+    if absent and entries:
+        raise SettingsError(f"layers {absent} are not among the captured {list(held)}")
+    return tuple(layer for layer in held if view.layers is None or layer in view.layers)
+
+
+def _rows_of(path: Path, about: CaptureRecord | None) -> list[DataRow]:
+    def digest(token_ids: bytes) -> str:
+        if about is None:
+            return ""
+        return content_hash(
+            model=about.model,
+            model_revision=about.model_revision,
+            layer_ids=about.layer_ids,
+            lora=about.lora,
+            mm_hashes=(),
+            token_ids=token_ids,
+        )
+
+    return read_rows(path, digest)[0]
+
+
+def rows_by_tokens(data: str | os.PathLike[str] | None) -> dict[str, DataRow]:
+    rows = [] if data is None else read_rows(Path(data), lambda _: "")[0]
+    return {row.token_hash: row for row in rows if not row.problem}
+
+
+def make_sample(capture: Capture, record: CaptureRecord, row: DataRow | None) -> Sample:
+    sample = {"hidden_states": capture.hidden_states, "token_ids": capture.token_ids}
+    if row is not None:
+        stop = capture.first_row + len(capture.token_ids)
+        sample["loss_mask"] = torch.from_numpy(row.loss_mask)[capture.first_row : stop]
+    return {**sample, "sample_id": record.sample_id, "capture_id": record.capture_id}
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts numbers by value and everything else as text."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
