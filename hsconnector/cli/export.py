@@ -45,6 +45,7 @@ def export(
     model: Annotated[str, typer.Option(help="The checkpoint; else the one that the captures name.")] = "",
     norm: Annotated[NormKind | None, typer.Option(help="How an unknown model applies its final norm.")] = None,
     link: Annotated[Link, typer.Option(help="How an unchanged local shard gets into the export.")] = Link.AUTO,
+    local: Annotated[bool, typer.Option(help="Open a sidecar's files on this host directly.")] = True,
     workers: Annotated[int, typer.Option(min=0, help="Samples at a time; 0: one a processor, 8 at most.")] = 0,
     verify: Annotated[bool, typer.Option(help="Compare the checksum of each shard.")] = True,
     check: Annotated[bool, typer.Option("--check", help="Then compare the files with Hugging Face.")] = False,
@@ -68,7 +69,7 @@ def export(
         norm=norm,
     )
     console = Console(stderr=True)
-    with closing(open_source(source)) as captures:
+    with closing(open_source(source, local=local)) as captures:
         prepared = prepare(request, captures)
         _print_prepared(console, prepared)
         failed = _export(console, prepared, request.format, captures, Path(out), link, workers, verify)
@@ -115,6 +116,8 @@ def _export(
     with Manifest(out, prepared.description, format.suffix) as manifest:
         exporter = Exporter(format, prepared.layers, source, manifest, prepared.norm, link, verify)
         outcomes = _tracked(console, exporter.run(jobs.jobs, workers=workers or _processors()), len(jobs.jobs))
+    order = {job.file: index for index, job in enumerate(jobs.jobs)}
+    outcomes.sort(key=lambda outcome: order[outcome.job.file])
     problems = [*jobs.problems, *(outcome for outcome in outcomes if outcome.problem)]
     written = [outcome.written for outcome in outcomes if outcome.written]
     kept = sum(outcome.kept and not outcome.problem for outcome in outcomes)

@@ -25,6 +25,20 @@ __all__ = ["MANIFEST", "Description", "Entry", "Manifest", "read_manifest"]
 MANIFEST = "manifest.json"
 _JOURNAL = "manifest.part"
 _TEMPORARY = ".part"
+_TELLING = (
+    "export",
+    "format",
+    "model",
+    "model_revision",
+    "lora",
+    "num_layers",
+    "hidden_size",
+    "dtype",
+    "layer_ids",
+    "last_layer_norm",
+    "norm",
+)
+"""The fields of a description that the others follow from."""
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +208,8 @@ def _written(folder: Path) -> Iterator[tuple[Description, tuple[Entry, ...]]]:
 
 
 def _refuse_another(folder: Path, there: Description, wanted: Description) -> None:
-    old, new = (msgspec.to_builtins(description) for description in (there, wanted))
-    fields = [f"{name} {old[name]!r} there, {new[name]!r} now" for name in new if old[name] != new[name]]
+    old, new = (msgspec.json.decode(msgspec.json.encode(description)) for description in (there, wanted))
+    fields = [f"{name} {old[name]!r} there, {new[name]!r} now" for name in _TELLING if old[name] != new[name]]
     if fields:
         raise SettingsError(f"{folder} holds another export ({'; '.join(fields)}): give another folder with --out")
 

@@ -145,10 +145,13 @@ class RemoteSource:
                 yield from self._client.captures(sample_id=name)
 
 
-def open_source(source: str, *, api_key: str | None = None) -> Source:
-    """A store's folder or a sidecar's address; raises SettingsError."""
+def open_source(source: str, *, local: bool = True) -> Source:
+    """A store's folder or a sidecar's address; with `local` its files on this host are opened directly.
+
+    Raises SettingsError.
+    """
     if "://" in source:
-        return RemoteSource(Client(source, api_key=api_key))
+        return RemoteSource(Client(source, local=local))
     folder = Path(source)
     if not folder.is_dir():
         raise SettingsError(f"{source} is neither a store's folder nor an address (http://…, unix:///…)")

@@ -15,6 +15,7 @@ decoder layers from 0, one lower than vLLM.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -137,10 +138,12 @@ def _load(path: str | os.PathLike[str], names: tuple[str, ...]) -> dict[str, Any
     import torch
 
     try:
-        raw = torch.load(path, map_location="cpu", weights_only=True)
+        data = io.BytesIO(Path(path).read_bytes())
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+    try:
+        raw = torch.load(data, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError) as error:
         raise ShardError(f"{path} is no whole torch file: {str(error).strip().splitlines()[0]}") from error
     missing = [name for name in names if not isinstance(raw, dict) or not isinstance(raw.get(name), torch.Tensor)]
     if missing:

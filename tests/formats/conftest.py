@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,14 @@ from tests.sidecar import start_sidecar
 ROWS = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Captured:
     """A sidecar that holds a capture of every row of a data set."""
 
     url: str
     store: Path
     model: Path
-    rows: DataSet
+    rows: DataSet = field(compare=False, hash=False)
     data: Path
     dtype: torch.dtype
 
@@ -36,7 +36,7 @@ def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     sidecar = start_sidecar(folder / "store")
     try:
         feed(sidecar.url, model, enumerate(rows.token_ids), dtype=dtype)
-        yield Captured(sidecar.url, folder / "store", model, rows, data, dtype)
+        yield Captured(url=sidecar.url, store=folder / "store", model=model, rows=rows, data=data, dtype=dtype)
     finally:
         sidecar.stop()
 

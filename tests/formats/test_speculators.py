@@ -1,0 +1,103 @@
+"""What speculators 0.9.0 itself reads, and that a shard is handed over as it is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from hs_connectors.transfer import FileTransfer
+from safetensors.torch import load_file
+from speculators.data_generation.offline import check_hidden_states, get_existing_hidden_state_indices
+
+from hsconnector.errors import SettingsError
+from hsconnector.formats.speculators import Speculators
+from hsconnector.shard import open_header, open_shard
+from tests.formats.conftest import ROWS, Captured
+from tests.formats.running import export
+from tests.formats.samples import LAYERS, feed, make_rows
+from tests.models import NUM_LAYERS
+from tests.reference import reference_states
+from tests.sidecar import start_sidecar
+
+
+def test_speculators_accepts_twenty_shards_unmodified(model: Path, tmp_path: Path) -> None:
+    """CASES 53: its own check takes our shards, before and after the export."""
+    rows = make_rows(20)
+    sidecar = start_sidecar(tmp_path / "store")
+    try:
+        feed(sidecar.url, model, enumerate(rows.token_ids))
+        assert export(tmp_path / "store", "-f", "speculators", "-o", tmp_path / "out")[0] == 0
+    finally:
+        sidecar.stop()
+    transfer = FileTransfer(tmp_path / "out")
+    assert get_existing_hidden_state_indices(tmp_path / "out") == list(range(20))
+    for row, token_ids in enumerate(rows.token_ids):
+        loaded = transfer.get_cached(row)
+        check_hidden_states(loaded, token_ids)
+        assert loaded["token_ids"].dtype == torch.int64
+        assert loaded["hidden_states"].shape == (len(token_ids), len(LAYERS), 256)
+    for path in (tmp_path / "store" / "captures").rglob("*.safetensors"):
+        shard = load_file(path)
+        check_hidden_states(shard, shard["token_ids"].tolist())
+
+
+def test_a_local_store_is_linked_and_not_copied(captured: Captured, tmp_path: Path) -> None:
+    export(captured.store, "-f", "speculators", "-o", tmp_path)
+    shards = {path.stat().st_ino for path in (captured.store / "captures").rglob("*.safetensors")}
+    assert {path.stat().st_ino for path in tmp_path.glob("hs_*.safetensors")} == shards
+
+
+@pytest.mark.parametrize("link", ["symlink", "copy"])
+def test_symbolic_links_and_copies(link: str, captured: Captured, tmp_path: Path) -> None:
+    assert export(captured.store, "-f", "speculators", "-o", tmp_path, "--link", link)[0] == 0
+    for path in tmp_path.glob("hs_*.safetensors"):
+        assert path.is_symlink() == (link == "symlink")
+        assert path.resolve().is_relative_to(captured.store) == (link == "symlink")
+        check_hidden_states(load_file(path), open_shard(path, verify=True).token_ids.tolist())
+
+
+def test_over_http_the_same_bytes_arrive(captured: Captured, tmp_path: Path) -> None:
+    """Where the store is not on this host; the checksum still holds, and another user can read the file."""
+    assert export(captured.url, "-f", "speculators", "-o", tmp_path, "--no-local")[0] == 0
+    shards = {open_shard(path).capture_id: path for path in (captured.store / "captures").rglob("*.safetensors")}
+    for path in tmp_path.glob("hs_*.safetensors"):
+        ours, theirs = open_shard(path, verify=True), shards[open_shard(path).capture_id]
+        assert path.stat().st_ino != theirs.stat().st_ino
+        assert open_header(path).data_hash == open_header(theirs).data_hash
+        assert torch.equal(ours.hidden_states, open_shard(theirs).hidden_states)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
+
+
+def test_fewer_layers_make_new_shards(captured: Captured, tmp_path: Path) -> None:
+    code, said = export(captured.store, "-f", "speculators", "-o", tmp_path, "--layers", f"3,{NUM_LAYERS}")
+    assert code == 0 and "--target-layer-ids 3 " in said
+    assert len(list(tmp_path.glob("hs_*.safetensors"))) == ROWS
+    for row, token_ids in enumerate(captured.rows.token_ids):
+        shard = open_shard(tmp_path / f"hs_{row}.safetensors", verify=True)
+        assert shard.layer_ids == (3, NUM_LAYERS) and shard.hidden_states.dtype == captured.dtype
+        check_hidden_states({"hidden_states": shard.hidden_states, "token_ids": shard.token_ids}, token_ids)
+
+
+def test_the_split_that_speculators_makes_is_aux_and_last(captured: Captured, tmp_path: Path) -> None:
+    """CASES 12: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
+    export(captured.store, "-f", "speculators", "-o", tmp_path)
+    for row, token_ids in enumerate(captured.rows.token_ids):
+        exported = Speculators().read(tmp_path / f"hs_{row}.safetensors")
+        expected = reference_states(captured.model, token_ids, LAYERS)
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if captured.dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
+        torch.testing.assert_close(exported.aux.float(), expected[:, :-1].flatten(1), **tolerance)
+        torch.testing.assert_close(exported.last.float(), expected[:, -1], **tolerance)
+
+
+def test_without_the_last_layer_the_missing_id_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"needs layer 6, .* not among the layers \[1, 3, 5\]"):
+        Speculators().choose((1, 3, 5), 6)
+
+
+def umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
