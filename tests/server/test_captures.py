@@ -149,20 +149,20 @@ def test_waiting_for_the_end(engine: Engine, http: httpx.Client) -> None:
     name = engine.open()
     engine.rows(name, rows_of(3))
     timer = later(0.3, engine.commit, name, range(3))
-    assert http.get(f"/v1/captures/{name}?wait=30").json()["state"] == "ready"
+    assert http.get(f"/v1/captures/{name}?wait=200").json()["state"] == "ready"
     timer.join()
 
 
 def test_waiting_for_a_capture_not_heard_of(engine: Engine, http: httpx.Client) -> None:
     opened = opening()
     timer = later(0.3, lambda: (engine.send(opened), engine.fail(opened.capture.capture_id)))
-    assert http.get(f"/v1/captures/{opened.capture.capture_id}/tensors?wait=30").status_code == 424
+    assert http.get(f"/v1/captures/{opened.capture.capture_id}/tensors?wait=200").status_code == 424
     timer.join()
 
 
 def test_waiting_for_a_request(engine: Engine, http: httpx.Client) -> None:
     timer = later(0.3, lambda: engine.capture(3, request_id="chatcmpl-soon-0123abcd"))
-    assert http.get("/v1/requests/soon/hidden-states?wait=30").status_code == 200
+    assert http.get("/v1/requests/soon/hidden-states?wait=200").status_code == 200
     timer.join()
 
 

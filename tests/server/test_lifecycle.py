@@ -69,6 +69,7 @@ def test_an_engine_whose_batch_waits_is_not_lost(impatient: SidecarThread) -> No
         name = engine.open()
         engine.rows(name, rows_of(2))
         impatient.app._writer.submit(time.sleep, 1.5)
+        time.sleep(0.3)  # a look for silent producers is in the queue now, before the batch
         assert engine.commit(name, range(2)).state is CaptureState.READY
 
 
