@@ -113,8 +113,9 @@ class Extraction:
 
     async def _await_leftovers(self, sample_id: str | None = None) -> None:
         """Waits for captures that an earlier run, or an earlier attempt, began."""
-        for record in await self._sidecar.receiving(self._order.dataset, sample_id):
-            await self._sidecar.wait(record.capture_id, self._order.capture_timeout_s)
+        begun = await self._sidecar.receiving(self._order.dataset, sample_id)
+        waited = self._order.capture_timeout_s
+        await asyncio.gather(*(self._sidecar.wait(record.capture_id, waited) for record in begun))
 
     async def _wanted(self, chunk: Iterable[Prompt | Missing], taken: Callable[[Prompt], None]) -> list[_Ask]:
         """The rows of a chunk that have no capture; the others are booked."""

@@ -29,6 +29,7 @@ LAYERS = (0, 2, 4)
 NUM_LAYERS = 4
 HIDDEN = 8
 MAX_MODEL_LEN = 64
+AFTER_CUT_S = 0.1
 VOCABULARY = 1000
 
 
@@ -49,8 +50,8 @@ class FakeEngine:
         "refused"     400
         "key"         401
 
-    `point` is called at each step of a request, from that request's thread; once `cut` is set, a request whose
-    capture is open ends as `after_cut` says, any other is dropped.
+    `point` is called at each step of a request, from that request's thread. After `cut`, which stands for the end of
+    the client, a request whose capture is open ends a while later as `after_cut` says, any other is dropped.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class FakeEngine:
     ) -> None:
         self.fault = fault
         self.point: Callable[[], None] = lambda: None
-        self.cut = threading.Event()
         self.after_cut: Callable[[], bool] = lambda: True
         self.asked: list[str] = []
         """The sample id of each request."""
         self.bodies: list[dict[str, Any]] = []
         self.running = 0
+        self.cuts = 0
         self._model = model
         self._layers = layer_ids
         self._lock = threading.Lock()
@@ -100,6 +101,11 @@ class FakeEngine:
         self._socket.close()
         self._feeder.__exit__()
 
+    def cut(self) -> None:
+        """The client of all requests that run is gone."""
+        with self._lock:
+            self.cuts += 1
+
     def rest(self) -> None:
         """Returns when no request is being worked on."""
         while self.running:
@@ -116,9 +122,12 @@ class FakeEngine:
         return JSONResponse({"object": "list", "data": [card, adapter]})
 
     async def _completions(self, request: Request) -> Response:
+        born = self.cuts
         try:
             body = json.loads(await request.body())
         except ClientDisconnect:
+            return Response(status_code=400)
+        if await request.is_disconnected():
             return Response(status_code=400)
         with self._lock:
             number = len(self.asked)
@@ -127,12 +136,12 @@ class FakeEngine:
             self.bodies.append(body)
             self.running += 1
         try:
-            return await run_in_threadpool(self._complete, number, body["prompt"], asked)
+            return await run_in_threadpool(self._complete, number, body["prompt"], asked, born)
         finally:
             with self._lock:
                 self.running -= 1
 
-    def _complete(self, number: int, token_ids: list[int], asked: dict[str, Any]) -> Response:
+    def _complete(self, number: int, token_ids: list[int], asked: dict[str, Any], born: int) -> Response:
         self.point()
         fault = self.fault(number, asked["sample_id"])
         if fault in ("busy", "refused", "key"):
@@ -144,24 +153,26 @@ class FakeEngine:
             return _answer(None)
         capture_id = new_capture_id()
         if fault != "unheard":
-            if not self._open(capture_id, token_ids, asked):
+            if not self.open(capture_id, token_ids, asked, born):
                 return _error(503, "cut")
             self.point()
-            self._end(capture_id, token_ids, fault)
+            self.end(capture_id, token_ids, fault, born)
             self.point()
         return _error(502, "the answer was lost") if fault == "drop" else _answer(capture_id)
 
-    def _open(self, capture_id: str, token_ids: list[int], asked: dict[str, Any]) -> bool:
+    def open(self, capture_id: str, token_ids: list[int], asked: dict[str, Any], born: int) -> bool:
+        """Begins a capture, unless the client is gone."""
         about = {name: asked[name] for name in ("dataset", "sample_id", "tags", "expected_content_hash")}
         with self._lock:
-            if self.cut.is_set():
+            if self.cuts != born:
                 return False
             self._feeder.open(len(token_ids), capture_id=capture_id, **about)
             return True
 
-    def _end(self, capture_id: str, token_ids: list[int], fault: str) -> None:
-        if self.cut.is_set():
-            time.sleep(0.02)
+    def end(self, capture_id: str, token_ids: list[int], fault: str, born: int) -> None:
+        """Ends a capture as `fault` says."""
+        if self.cuts != born:
+            time.sleep(AFTER_CUT_S)
             if not self.after_cut():
                 fault = "aborted"
         if fault == "endless":

@@ -22,7 +22,7 @@ from hsconnector.extraction.ledger import Fate, Ledger
 from hsconnector.extraction.prompts import Missing, Prompt, PromptReader
 from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import Target, choose_target
-from hsconnector.protocol import CaptureState
+from hsconnector.protocol import CaptureState, new_capture_id
 from tests.extraction.fake_engine import LAYERS, MAX_MODEL_LEN, FakeEngine
 from tests.sidecar import SidecarThread, start_sidecar
 
@@ -48,7 +48,6 @@ def unspoilt(engine: FakeEngine) -> Iterator[None]:
     yield
     engine.fault = lambda number, sample: ""
     engine.point = lambda: None
-    engine.cut.clear()
 
 
 def fresh_rows(count: int) -> list[dict[str, object]]:
@@ -107,12 +106,13 @@ def captures(sidecar: SidecarThread, dataset: str) -> list[CaptureRecord]:
 
 
 def assert_each_once(found: list[CaptureRecord], rows: Sequence[dict[str, object]]) -> None:
-    """Exactly one sound capture of each row, under its own sample id and of its own tokens."""
+    """Exactly one capture of each row, sound, under its own sample id and of its own tokens."""
     target = Target("tiny", "", LAYERS)
     ready = {(r.sample_id, r.content_hash): r for r in found if r.state is CaptureState.READY}
     wanted = {(str(i), target.content_hash(row["input_ids"])) for i, row in enumerate(rows)}  # type: ignore[arg-type]
     assert set(ready) == wanted
-    assert Counter(r.sample_id for r in found if r.content_hash) == {str(i): 1 for i in range(len(rows))}
+    whole = [r for r in found if r.state in (CaptureState.READY, CaptureState.QUARANTINED)]
+    assert Counter(r.sample_id for r in whole) == {str(i): 1 for i in range(len(rows))}
 
 
 def test_every_row_is_captured_with_its_ids_and_nothing_is_asked_twice(
@@ -164,7 +164,7 @@ def test_killed_at_any_point_and_started_again_each_row_is_captured_once(
             with lock:
                 dies = next(points) == kill_at
                 if dies:
-                    engine.cut.set()
+                    engine.cut()
             if dies:
                 run.kill()
 
@@ -173,7 +173,6 @@ def test_killed_at_any_point_and_started_again_each_row_is_captured_once(
         engine.point = lambda: None
         if kill_at % 2:
             engine.rest()
-        engine.cut.clear()
     engine.fault = lambda number, sample: ""
     ledger = Run([engine.url], sidecar.url, dataset, concurrency=concurrency)(rows)
     engine.rest()
@@ -250,6 +249,23 @@ def test_equal_rows_share_one_capture(sidecar: SidecarThread, engine: FakeEngine
     assert [str(m) for m in failed.missing][1] == "row 1: has the tokens of row 0, which failed"
 
 
+def test_what_an_earlier_run_began_is_waited_for_and_not_asked_again(
+    sidecar: SidecarThread, engine: FakeEngine
+) -> None:
+    rows, capture_id, before = fresh_rows(2), new_capture_id(), len(engine.asked)
+    token_ids: list[int] = rows[0]["input_ids"]  # type: ignore[assignment]
+    digest = Target("tiny", "", LAYERS).content_hash(token_ids)
+    about = {"dataset": "begun", "sample_id": "0", "tags": {}, "expected_content_hash": digest}
+    engine.open(capture_id, token_ids, about, engine.cuts)
+    ending = threading.Timer(0.5, engine.end, [capture_id, token_ids, "", engine.cuts])
+    ending.start()
+    ledger = Run([engine.url], sidecar.url, "begun")(rows)
+    ending.join()
+    assert engine.asked[before:] == ["1"]
+    assert ledger.counts == {Fate.STORED: 1, Fate.CAPTURED: 1}
+    assert_each_once(captures(sidecar, "begun"), rows)
+
+
 def test_second_captures_of_a_sample_are_removed_the_older_stays(sidecar: SidecarThread, engine: FakeEngine) -> None:
     (row,) = fresh_rows(1)
     for name in ("doubled", "doubled-elsewhere"):
@@ -258,8 +274,10 @@ def test_second_captures_of_a_sample_are_removed_the_older_stays(sidecar: Sideca
     target = Target("tiny", "", LAYERS)
     digest = target.content_hash(row["input_ids"])  # type: ignore[arg-type]
     about = {"dataset": "doubled", "sample_id": "0", "tags": {}, "expected_content_hash": digest}
-    engine._complete(0, row["input_ids"], about)  # type: ignore[arg-type]
-    engine._complete(0, row["input_ids"], {**about, "dataset": "doubled-elsewhere"})  # type: ignore[arg-type]
+    for name in ("doubled", "doubled-elsewhere"):
+        capture_id = new_capture_id()
+        engine.open(capture_id, row["input_ids"], {**about, "dataset": name}, engine.cuts)  # type: ignore[arg-type]
+        engine.end(capture_id, row["input_ids"], "", engine.cuts)  # type: ignore[arg-type]
     ledger = Run([engine.url], sidecar.url, "doubled")([row])
     assert (ledger.doubles, ledger.counts[Fate.STORED]) == (1, 1)
     states = {r.capture_id: r.state for r in captures(sidecar, "doubled")}
