@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,13 @@ class Sidecar:
             self._process = os.getpid()
             self._client = Client(self.name, api_key=self._key, local=self._local)
             self._calls = Calls(self.name, api_key=self._key)
+            weakref.finalize(self, _close, self._process, self._client, self._calls)
+
+
+def _close(process: int, client: Client, calls: Calls) -> None:
+    if process == os.getpid():
+        client.close()
+        calls.close()
 
 
 class Fetcher:
