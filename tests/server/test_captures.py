@@ -125,6 +125,7 @@ def test_a_certain_match_hides_a_possible_one(engine: Engine, http: httpx.Client
     assert ids(http, client_id="a") == [one]
     two = engine.capture(2, request_id="chatcmpl-a-00000002")
     assert ids(http, client_id="a") == [two]
+    assert http.get("/v1/requests/a/hidden-states").headers["content-location"].endswith(f"{two}/tensors")
 
 
 @pytest.mark.parametrize("client", ["a/b", "../../x", "50%", "x y", "名前"])
