@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from hsconnector.connector.vllm_specs import groups_from_vllm
 from hsconnector.layout.specs import Group, HiddenState
 from hsconnector.layout.started import check_started
-from tests.layout.vllm_specs import groups_from_vllm
 
 
 class RecordingConnector(KVConnectorBase_V1, SupportsHMA):

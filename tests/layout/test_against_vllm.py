@@ -24,6 +24,7 @@ import torch
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
+from hsconnector.connector.vllm_specs import groups_from_vllm, spec_from_vllm
 from hsconnector.errors import LayoutError
 from hsconnector.layout.capacity import capacity, pool_bytes_per_block
 from hsconnector.layout.granularity import (
@@ -36,7 +37,6 @@ from hsconnector.layout.rules import Grouping, form_groups, largest_divisor_at_m
 from hsconnector.layout.specs import Group, HiddenState, Mamba, Spec, layer_specs
 from tests.layout.installed_vllm import KVCacheLayout, engine, interface
 from tests.layout.strategies import scaled_sets, spec_sets
-from tests.layout.vllm_specs import groups_from_vllm, spec_from_vllm
 
 EXAMPLES = int(os.environ.get("HSC_LAYOUT_EXAMPLES", "2000"))
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, StopIteration)
