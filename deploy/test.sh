@@ -8,6 +8,8 @@ install_engine
 install_model_source
 install_project test
 install_trainer
+# Its own reader, normaliser and collator take the exports; it is not run, so what it pins is not wanted.
+installed specforge==0.2.0 || pip_install --no-deps specforge==0.2.0 || fail "pip could not install specforge==0.2.0"
 for version in 0.28.0 0.30.0; do install_other_engine "$version"; done
 export HSC_VLLM_028=${HSC_VLLM_028:-$VENV/vllm-0.28.0} HSC_VLLM_030=${HSC_VLLM_030:-$VENV/vllm-0.30.0}
 
