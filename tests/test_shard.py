@@ -124,6 +124,40 @@ def test_a_file_of_another_program_is_named_as_such(tmp_path: Path) -> None:
         open_shard(tmp_path / "nowhere.safetensors")
 
 
+def with_offsets(states_at: tuple[int, int], tokens_at: tuple[int, int], extra: str = "") -> bytes:
+    """A shard whose header names these offsets; `hidden_states` `[1, 1, 2]` takes 8 bytes, `token_ids` `[1]` 8 more."""
+    header = (
+        f'{{"__metadata__":{{"layer_ids":"[0]"}},{extra}'
+        f'"hidden_states":{{"dtype":"F32","shape":[1,1,2],"data_offsets":{list(states_at)}}},'
+        f'"token_ids":{{"dtype":"I64","shape":[1],"data_offsets":{list(tokens_at)}}}}}'
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("states_at", "tokens_at"),
+    [
+        ((0, 8), (0, 16)),
+        ((0, 8), (4, 16)),
+        ((0, 8), (12, 16)),
+        ((8, 8), (8, 16)),
+        ((-8, 0), (0, 16)),
+        ((8, 0), (8, 16)),
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps_are_refused(states_at: tuple[int, int], tokens_at: tuple[int, int]) -> None:
+    assert parse_shard(with_offsets((0, 8), (8, 16)), verify=False).token_ids.tolist() == [0]
+    assert parse_shard(with_offsets((8, 16), (0, 8)), verify=False).token_ids.tolist() == [0]
+    with pytest.raises(ShardError, match="a tensor of 8 bytes lies at"):
+        parse_shard(with_offsets(states_at, tokens_at), verify=False)
+
+
+def test_a_third_tensor_is_refused() -> None:
+    extra = '"more":{"dtype":"I64","shape":[1],"data_offsets":[16,24]},'
+    with pytest.raises(ShardError, match="`more`"):
+        parse_shard(with_offsets((0, 8), (8, 16), extra), verify=False)
+
+
 @given(
     st.integers(1, 9),
     st.integers(1, 4),
