@@ -26,6 +26,7 @@ __all__ = [
     "check_start",
     "ended",
     "external_tokens",
+    "inexact_outputs",
     "is_first_tensor_rank",
     "layer_ids",
     "producer",
@@ -99,6 +100,22 @@ def refuse_config(vllm_config: Any) -> None:
             "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: a request sent again under a held id stops the engine; "
             "unset it"
         )
+
+
+def inexact_outputs(vllm_config: Any) -> str | None:
+    """Why output rows cannot be trusted on this engine, in one line; None where they can.
+
+    The V1 model runner counts one token where `extract_hidden_states` had its draft accepted, and under asynchronous
+    scheduling nothing puts that right: positions slip, answers repeat tokens, output rows are of other tokens
+    (vllm#56417). Prompt rows are not concerned, nor the V2 runner, nor synchronous scheduling.
+    """
+    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+    if not asynchronous or getattr(vllm_config, "use_v2_model_runner", False):
+        return None
+    return (
+        "the V1 model runner with asynchronous scheduling loses count of accepted drafts (vllm#56417): answers may "
+        "repeat tokens and output rows would be wrong; start the engine with --no-async-scheduling"
+    )
 
 
 def layer_ids(vllm_config: Any) -> tuple[int, ...]:

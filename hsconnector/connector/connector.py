@@ -5,6 +5,7 @@ Every hook catches what it raises: an exception here would end the engine, and h
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.started import StartReport
-from hsconnector.protocol import FailReason
+from hsconnector.protocol import FailReason, RowsKind
 
 __all__ = ["HiddenStatesConnector"]
 
@@ -90,6 +91,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         compat.refuse_config(vllm_config)
         report = compat.check_start(kv_cache_config, vllm_config)
+        self._inexact_outputs = compat.inexact_outputs(vllm_config)
         self._group = report.hidden
         self._worker: Worker | None = None
         self._reported: set[str] = set()
@@ -100,8 +102,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self._say_started(report)
 
     def _say_started(self, report: StartReport) -> None:
-        if (line := compat.untested()) is not None:
-            log.warning(line)
+        for line in (compat.untested(), self._inexact_outputs):
+            if line is not None:
+                log.warning(line)
         ids = list(compat.layer_ids(self._vllm_config))
         log.info("%s; layers %s, captures %s to %s", report.line, ids, self._settings.capture, self._settings.sidecar)
 
@@ -162,7 +165,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             return tracker.salvage()
 
     def _wish(self, params: Any, request_id: str) -> Wish:
-        return parse_wish(params, self._settings, request_id)
+        wish = parse_wish(params, self._settings, request_id)
+        if wish.rows is RowsKind.PROMPT_AND_OUTPUT and self._inexact_outputs is not None:
+            return dataclasses.replace(wish, problem=(FailReason.UNSUPPORTED_REQUEST, self._inexact_outputs))
+        return wish
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """For an engine with one group: where the hidden states are in another one, the capture fails."""

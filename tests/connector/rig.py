@@ -140,6 +140,7 @@ class Rig:
         manager = StructuredOutputManager(self.config)
         self.scheduler = kind(self.config, kv_config, manager, block_size=sizes[0], hash_block_size=sizes[1])
         self.scheduler.use_v2_model_runner = self.v2
+        self.connector._inexact_outputs = None  # the made-up worker counts accepted drafts right
         self.scheduler.needs_kv_cache_zeroing = True
         caching_hash = get_hash_fn_by_name("sha256")
         init_none_hash(caching_hash)

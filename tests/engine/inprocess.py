@@ -34,6 +34,7 @@ class Result:
     """What a client got."""
 
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     finish_reason: str | None = None
     params: dict[str, Any] | None = None
 
@@ -80,6 +81,7 @@ class Engine:
             result = self.results[output.request_id]
             completion = output.outputs[0]
             result.token_ids = list(completion.token_ids)
+            result.text = completion.text
             result.finish_reason = completion.finish_reason
             result.params = output.kv_transfer_params or result.params
 

@@ -26,6 +26,7 @@ from tests.sidecar import SidecarThread
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RING_BYTES = 512 << 10
+OUTPUT = {"include_output_tokens": True}
 TOLERANCE = 1e-5
 
 
@@ -37,6 +38,16 @@ class Rig:
     client: Client
     model: Path
     free_at_start: int
+
+    def check_output(self, result: Result, wanted: list[int]) -> None:
+        """Output rows are exact, or refused by name where this engine cannot compute them right (vllm#56417)."""
+        if not self.asynchronous:
+            capture = self.check(result, wanted)
+            assert capture.metadata["rows"] == "prompt+output"
+            return
+        with pytest.raises(CaptureFailed, match="56417.*--no-async-scheduling") as failure:
+            self.fetch(result)
+        assert failure.value.reason == "unsupported_request"
 
     def fetch(self, result: Result, **options: Any) -> Capture:
         assert result.params is not None
@@ -138,57 +149,54 @@ def test_same_prompts_alone_together_and_again(rig: Rig) -> None:
 def test_preempted_requests_come_back(rig: Rig) -> None:
     """A KV cache that holds about two of six requests: rows read before and after preemption fit together."""
     before = rig.engine.preemptions
-    prompts = [tokens(300, seed=60 + n) for n in range(6)]
-    results = rig.engine.generate(prompts, max_tokens=160, hidden_states={"include_output_tokens": True})
+    prompts = [tokens(370 + n, seed=60 + n) for n in range(6)]
+    results = rig.engine.generate(prompts, max_tokens=40, hidden_states=None if rig.asynchronous else OUTPUT)
     assert rig.engine.preemptions > before
     for prompt, result in zip(prompts, results, strict=True):
-        assert len(result.token_ids) == 160
-        rig.check(result, prompt + result.token_ids[:-1])
+        assert len(result.token_ids) == 40
+        rig.check(result, prompt if rig.asynchronous else prompt + result.token_ids[:-1])
 
 
 def test_output_tokens_ended_by_length(rig: Rig) -> None:
     """The last sampled token was never an input, so there are prompt + output - 1 rows; also for max_tokens=1."""
     prompt = tokens(50, seed=5)
     for count in (1, 2, 33):
-        (result,) = rig.engine.generate([prompt], max_tokens=count, hidden_states={"include_output_tokens": True})
+        (result,) = rig.engine.generate([prompt], max_tokens=count, hidden_states=OUTPUT)
         assert len(result.token_ids) == count
-        capture = rig.check(result, prompt + result.token_ids[:-1])
-        assert capture.metadata["rows"] == "prompt+output"
-        assert capture.metadata["finish_reason"] == "length"
+        assert result.finish_reason == "length"
+        rig.check_output(result, prompt + result.token_ids[:-1])
 
 
 def test_output_tokens_ended_by_eos(rig: Rig) -> None:
     prompt = tokens(40, seed=6)
     (free,) = rig.engine.generate([prompt], max_tokens=12)
     end = free.token_ids[5]
-    first = free.token_ids.index(end)
-    (result,) = rig.engine.generate(
-        [prompt], max_tokens=12, stop_token_ids=[end], hidden_states={"include_output_tokens": True}
-    )
+    (result,) = rig.engine.generate([prompt], max_tokens=12, stop_token_ids=[end], hidden_states=OUTPUT)
     assert result.finish_reason == "stop"
-    assert len(result.token_ids) == first + 1
-    rig.check(result, prompt + result.token_ids[:-1])
+    assert len(result.token_ids) == free.token_ids.index(end) + 1
+    rig.check_output(result, prompt + result.token_ids[:-1])
 
 
 def test_output_tokens_ended_by_a_stop_string(rig: Rig) -> None:
-    """A stop string reaches the scheduler as an abort; the end is judged by rows, not by status."""
+    """A stop string reaches the scheduler as an abort; the end is judged by rows, not by status.
+
+    The engine may have gone on for a step or two, so the capture's own tokens are the ones that count.
+    """
     prompt = tokens(40, seed=7)
-    tokenizer = rig.engine.llm.get_tokenizer()
     (free,) = rig.engine.generate([prompt], max_tokens=40)
-    word = tokenizer.decode(free.token_ids[8:10])
+    name = f"stop-{id(rig)}"
     request_id = rig.engine.add(
-        prompt, max_tokens=40, stop=[word], hidden_states={"include_output_tokens": True, "sample_id": f"stop-{id(rig)}"}
+        prompt, max_tokens=40, stop=[free.text[len(free.text) // 2 :][:3]], hidden_states={**OUTPUT, "sample_id": name}
     )
     rig.engine.run()
     result = rig.engine.results[request_id]
     assert result.finish_reason == "stop"
-    (found,) = rig.find(f"stop-{id(rig)}")
-    capture = rig.client.fetch(found.capture_id, wait=30)
-    ids = capture.token_ids.tolist()
+    (found,) = rig.find(name)
+    stopped = Result(params={"handle": found.capture_id})
+    ids = prompt if rig.asynchronous else rig.fetch(stopped).token_ids.tolist()
     assert ids[: len(prompt)] == prompt
-    assert len(ids) >= len(prompt) + len(result.token_ids) - 1
-    right = reference_states(rig.model, ids, LAYER_IDS)
-    assert (capture.hidden_states - right).abs().max() < TOLERANCE
+    assert rig.asynchronous or len(ids) >= len(prompt) + len(result.token_ids) - 1
+    rig.check_output(stopped, ids)
 
 
 def test_n_gives_one_capture_each(rig: Rig) -> None:
@@ -250,7 +258,9 @@ def test_abort_while_decoding_keeps_the_prompt(rig: Rig) -> None:
 def test_abort_while_queued(rig: Rig) -> None:
     """vllm#56841: requests that never ran are not known, and the others are not hurt."""
     prompts = [tokens(500, seed=70 + n) for n in range(12)]
-    ids = [rig.engine.add(prompt, hidden_states={"sample_id": f"queue-{id(rig)}-{n}"}) for n, prompt in enumerate(prompts)]
+    ids = [
+        rig.engine.add(prompt, hidden_states={"sample_id": f"queue-{id(rig)}-{n}"}) for n, prompt in enumerate(prompts)
+    ]
     rig.engine.step()
     for request_id in ids[1:]:
         rig.engine.abort(request_id)

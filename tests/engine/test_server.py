@@ -34,7 +34,9 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]
 
 
 @pytest.fixture(scope="module")
-def server(models: dict[str, Path], sidecar: SidecarThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def server(
+    models: dict[str, Path], sidecar: SidecarThread, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ApiServer]:
     connector = {"sidecar": f"unix://{sidecar.settings.uds}", "public_url": sidecar.url}
     running = ApiServer(models["qwen3"], tmp_path_factory.mktemp("server") / "log", connector=connector)
     yield running
@@ -102,7 +104,13 @@ def test_a_stream_is_found_by_the_clients_id(http: httpx.Client, client: Client,
 def test_chat_streamed_and_not(http: httpx.Client, client: Client, server: ApiServer) -> None:
     messages = [{"role": "user", "content": "hello there"}]
     for stream, name in ((False, "chat-1"), (True, "chat-2")):
-        body = {"model": model_of(http), "messages": messages, "max_tokens": 5, "stream": stream, **ours(sample_id=name)}
+        body = {
+            "model": model_of(http),
+            "messages": messages,
+            "max_tokens": 5,
+            "stream": stream,
+            **ours(sample_id=name),
+        }
         response = http.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
         (record,) = found(client, 1, sample_id=name)
@@ -193,7 +201,9 @@ def test_clients_that_vanish(http: httpx.Client, client: Client, server: ApiServ
     assert server.kv_usage() == 0
 
 
-def test_an_engine_that_is_killed(http: httpx.Client, client: Client, server: ApiServer, sidecar: SidecarThread) -> None:
+def test_an_engine_that_is_killed(
+    http: httpx.Client, client: Client, server: ApiServer, sidecar: SidecarThread
+) -> None:
     """Last: its open captures end within the heartbeat deadline and nothing half-written stays."""
     body = {"model": model_of(http), "prompt": tokens(1500, seed=570), "max_tokens": 400, "ignore_eos": True}
     body |= ours(sample_id="killed", include_output_tokens=True)

@@ -77,7 +77,12 @@ def test_engines_come_and_go(models: dict[str, Path], sidecar: SidecarThread, cl
         ({"capture": "some"}, {}, SettingsError, r"capture.*'some'"),
         ({"sidecar": "unix:///tmp/x.sock"}, {}, SettingsError, "public_url"),
         ({}, {"speculative_config": None}, UnsupportedError, "extract_hidden_states"),
-        ({"ring_bytes": 1 << 16, "stall_timeout_s": 1}, {"layer_ids": tuple(range(7)), "wide": True}, LayoutError, "row"),
+        (
+            {"ring_bytes": 1 << 16, "stall_timeout_s": 1},
+            {"layer_ids": tuple(range(7)), "wide": True},
+            LayoutError,
+            "row",
+        ),
     ],
 )
 def test_refused_at_start(
