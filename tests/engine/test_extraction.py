@@ -45,7 +45,7 @@ class Rig:
             capture = self.check(result, wanted)
             assert capture.metadata["rows"] == "prompt+output"
             return
-        with pytest.raises(CaptureFailed, match="56417.*--no-async-scheduling") as failure:
+        with pytest.raises(CaptureFailed, match=r"56417.*--no-async-scheduling") as failure:
             self.fetch(result)
         assert failure.value.reason == "unsupported_request"
 
@@ -225,7 +225,7 @@ def test_a_bad_wish_fails_the_capture_and_not_the_request(rig: Rig) -> None:
     rig.engine.run()
     result = rig.engine.results[bad]
     assert len(result.token_ids) == 4
-    with pytest.raises(CaptureFailed, match="smaple_id.*sample_id") as failure:
+    with pytest.raises(CaptureFailed, match=r"smaple_id.*sample_id") as failure:
         rig.fetch(result)
     assert failure.value.reason == "bad_request"
 
