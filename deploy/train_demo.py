@@ -35,8 +35,8 @@ DRAFT_VOCABULARY = 4096
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompts", type=int, default=1000, help="at most so many prompts")
-    parser.add_argument("--answers", type=int, default=2, help="conversations for each prompt")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--answers", type=int, default=1, help="conversations for each prompt")
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--plot", type=Path, default=FOLDER / "train_demo.png", help="where the picture goes")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -133,8 +133,9 @@ def extract(hsconnector: str, engine: str, sidecar: str) -> None:
 def prepare() -> Path:
     """The rows as the trainer reads them, and how often each token is said, from which it makes a small vocabulary."""
     import torch
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()
     lines = [json.loads(line) for line in (FOLDER / "rows/data.jsonl").read_text().splitlines()]
     columns = {name: [row[name] for row in lines] for name in ("input_ids", "loss_mask", "seq_len")}
     Dataset.from_dict(columns).with_format("torch").save_to_disk(FOLDER / "data")
