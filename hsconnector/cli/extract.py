@@ -91,7 +91,7 @@ def extract(
     ] = None,
     save_format: Annotated[Literal["jsonl", "arrow"], typer.Option(help="What --save-dataset holds.")] = "jsonl",
     failures: Annotated[Path | None, typer.Option(help="A file for the missing rows, one JSON object a line.")] = None,
-    engine_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The engine's key.")] = "",
+    engine_key: Annotated[str, typer.Option(envvar="VLLM_API_KEY", help="The engine's key.")] = "",
     api_key: Annotated[str, typer.Option(envvar="HSC_API_KEY", help="The sidecar's key.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="The summary as one JSON object.")] = False,
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,6 +115,12 @@ def assert_each_once(found: list[CaptureRecord], rows: Sequence[dict[str, object
     assert set(ready) == wanted
     whole = [r for r in found if r.state in (CaptureState.READY, CaptureState.QUARANTINED)]
     assert Counter(r.sample_id for r in whole) == {str(i): 1 for i in range(len(rows))}
+
+
+def waited_for(sidecar: SidecarThread) -> bool:
+    """Whether someone waits for a capture's end, by the sidecar's own metrics."""
+    lines = httpx.get(f"{sidecar.url}/metrics").text.splitlines()
+    return any(line.startswith("hsconnector_waiting_readers ") and float(line.split()[-1]) > 0 for line in lines)
 
 
 def test_every_row_is_captured_with_its_ids_and_nothing_is_asked_twice(
@@ -257,9 +265,16 @@ def test_what_an_earlier_run_began_is_waited_for_and_not_asked_again(
     digest = Target("tiny", "", LAYERS).content_hash(token_ids)
     about = {"dataset": "begun", "sample_id": "0", "tags": {}, "expected_content_hash": digest}
     engine.open(capture_id, token_ids, about, engine.cuts)
-    ending = threading.Timer(0.5, engine.end, [capture_id, token_ids, "", engine.cuts])
+    run = Run([engine.url], sidecar.url, "begun", capture_timeout_s=10)
+
+    def end_once_waited_for() -> None:
+        while not run.over.is_set() and not waited_for(sidecar) and len(engine.asked) == before:
+            time.sleep(0.01)
+        engine.end(capture_id, token_ids, "", engine.cuts)
+
+    ending = threading.Thread(target=end_once_waited_for)
     ending.start()
-    ledger = Run([engine.url], sidecar.url, "begun")(rows)
+    ledger = run(rows)
     ending.join()
     assert engine.asked[before:] == ["1"]
     assert ledger.counts == {Fate.STORED: 1, Fate.CAPTURED: 1}
