@@ -37,6 +37,7 @@ REMEMBER_S = 86_400.0
 """How long the end of a lease is remembered, so that whoever comes late is told so."""
 TIDY_S = 3600.0
 LISTED = 1000
+MAX_FLOORS = 1000
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS leases (
@@ -181,6 +182,8 @@ class Leases:
         self._metrics = metrics
         self._now = now
         self._tidied = 0.0
+        self._floors: dict[tuple[str, LeaseFilter], int] = {}
+        """Rows of the index up to which a queue has nothing left to lend, by what is asked for."""
         self._db = sqlite3.connect(path, timeout=10, check_same_thread=False)
         self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._db.executescript(_SCHEMA)
@@ -191,7 +194,7 @@ class Leases:
         self._db.close()
 
     def take(self, wanted: Wanted) -> Lease:
-        """Lends up to `count` free captures, oldest first; none where none is free."""
+        """Lends up to `count` free captures, those that began first at the head; none where none is free."""
         with self._transaction() as now:
             lease_id, deadline = secrets.token_hex(16), now + wanted.deadline_s
             lent = tuple(self._choose(wanted))
@@ -222,7 +225,8 @@ class Leases:
             answers = {name: self._ack_of(lease, name, now) for name in lease.chosen(capture_ids)}
             done = [name for name, answer in answers.items() if answer in (Ack.ACKED, Ack.ALREADY_ACKED)]
             self._db.executemany(
-                "UPDATE lease_items SET state = 'acked', remove = max(remove, ?) WHERE queue = ? AND capture_id = ?",
+                "UPDATE lease_items SET state = 'acked', remove = max(remove, ?)"
+                " WHERE queue = ? AND capture_id = ? AND state != 'gone'",
                 [(int(remove), lease.queue, name) for name in done],
             )
             found = list(answers.values())
@@ -289,7 +293,7 @@ class Leases:
     def unheld(self, kind: Unheld, *, created_before: float | None = None) -> Iterator[Record]:
         """Captures with a shard that no lease holds now, oldest first; the index must be flushed."""
         self.expire()
-        clauses, values = [_NOBODY_HOLDS], []
+        clauses = [_NOBODY_HOLDS]
         if kind.value:
             clauses.append(
                 "EXISTS (SELECT 1 FROM lease_items AS item"
@@ -297,17 +301,34 @@ class Leases:
             )
         if kind is Unheld.ASKED:
             clauses.append("captures.capture_id IN (SELECT capture_id FROM lease_items WHERE remove = 1)")
+        if kind is Unheld.ACKED and not self._has_acked():
+            return iter(())
         if created_before is not None:
-            clauses.append("created < ?")
-            values.append(created_before)
+            query = (
+                "SELECT record FROM captures INDEXED BY captures_created"
+                f" WHERE created < ? AND state IN (?, ?) AND {' AND '.join(clauses)}"
+            )
+            states = (CaptureState.READY, CaptureState.QUARANTINED)
+            return self._records(f"{query} ORDER BY created", (created_before, *states))
         query = f"SELECT record FROM captures WHERE state = ? AND {' AND '.join(clauses)} ORDER BY capture_id"
-        found = [self._records(query, (state, *values)) for state in (CaptureState.READY, CaptureState.QUARANTINED)]
+        found = [self._records(query, (state,)) for state in (CaptureState.READY, CaptureState.QUARANTINED)]
         return heapq.merge(*found, key=lambda record: record.capture_id)
+
+    def gone(self, capture_ids: Sequence[str]) -> None:
+        """The shards of acknowledged captures are removed."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE lease_items SET state = 'gone' WHERE capture_id = ? AND state = 'acked'",
+                [(name,) for name in capture_ids],
+            )
 
     def is_held(self, capture_id: str) -> bool:
         """Whether a lease holds a capture now, in any queue."""
         query = "SELECT 1 FROM lease_items WHERE capture_id = ? AND state = 'leased' AND deadline > ?"
         return self._db.execute(query, (capture_id, self._now())).fetchone() is not None
+
+    def _has_acked(self) -> bool:
+        return self._db.execute("SELECT 1 FROM lease_items WHERE state = 'acked' LIMIT 1").fetchone() is not None
 
     def _records(self, query: str, values: tuple[object, ...]) -> Iterator[Record]:
         with contextlib.closing(self._db.execute(query, values)) as rows:
@@ -324,31 +345,35 @@ class Leases:
             yield Lent(record, deliveries + 1)
 
     def _free(self, queue: str, filters: LeaseFilter) -> Iterator[tuple[Record, int]]:
-        clauses, values = ["captures.state = ?"], [queue, CaptureState.READY]
-        for name in ("dataset", "sample_id", "model"):
-            if (value := getattr(filters, name)) is not None:
-                clauses.append(f"{name} = ?")
-                values.append(value)
+        """Free captures in the order in which they began, from the first that is not done for good in this queue."""
+        if len(self._floors) > MAX_FLOORS:
+            self._floors.clear()
+        clauses, values = _where(filters)
         query = (
-            "SELECT record, coalesce(item.deliveries, 0) FROM captures"
+            "SELECT captures.rowid, captures.state, coalesce(item.state, 'free'), coalesce(item.deliveries, 0), record"
+            " FROM captures NOT INDEXED"
             " LEFT JOIN lease_items AS item ON item.queue = ? AND item.capture_id = captures.capture_id"
-            f" WHERE {' AND '.join(clauses)} AND coalesce(item.state, 'free') = 'free'"
-            + (" AND created >= ?" if filters.since is not None else "")
-            + " ORDER BY captures.capture_id"
+            " WHERE captures.rowid > ? AND captures.state IN (?, ?)"
+            f" AND coalesce(item.state, 'free') NOT IN ('acked', 'gone'){clauses} ORDER BY captures.rowid"
         )
-        since = [] if filters.since is None else [filters.since]
-        with contextlib.closing(self._db.execute(query, [*values, *since])) as rows:
-            for row, deliveries in rows:
-                record = _decode(row)
+        floor = self._floors.get((queue, filters), 0)
+        last = self._db.execute("SELECT max(rowid) FROM captures").fetchone()[0] or 0
+        found = self._db.execute(query, (queue, floor, CaptureState.READY, CaptureState.RECEIVING, *values))
+        with contextlib.closing(found) as rows:
+            self._floors[queue, filters] = last
+            for row, state, item, deliveries, packed in rows:
+                record = _decode(packed)
                 if filters.admits(record):
-                    yield record, deliveries
+                    self._floors[queue, filters] = min(row - 1, self._floors[queue, filters])
+                    if state == CaptureState.READY and item == "free":
+                        yield record, deliveries
 
     def _ack_of(self, lease: _Known, capture_id: str, now: float) -> Ack:
         query = "SELECT state, lease_id FROM lease_items WHERE queue = ? AND capture_id = ?"
         state, holder = self._db.execute(query, (lease.queue, capture_id)).fetchone() or ("free", "")
         if holder == lease.lease_id and state == "leased":
             return Ack.ACKED
-        if holder == lease.lease_id and state == "acked":
+        if holder == lease.lease_id and state in ("acked", "gone"):
             return Ack.ALREADY_ACKED
         return Ack.LEASE_EXPIRED if lease.deadline <= now else Ack.RELEASED
 
@@ -416,6 +441,19 @@ class Leases:
     def _show(self) -> None:
         query = "SELECT count(*) FROM lease_items WHERE state = 'leased'"
         self._metrics.leased.set(self._db.execute(query).fetchone()[0])
+
+
+def _where(filters: LeaseFilter) -> tuple[str, list[object]]:
+    clauses, values = "", []
+    for name in ("dataset", "sample_id", "model"):
+        value = getattr(filters, name)
+        if value is not None:
+            clauses += f" AND {name} = ?"
+            values.append(value)
+    if filters.since is not None:
+        clauses += " AND created >= ?"
+        values.append(filters.since)
+    return clauses, values
 
 
 class _Known(msgspec.Struct, frozen=True):

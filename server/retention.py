@@ -138,12 +138,14 @@ class Retention:
         return Collection(leaving=tuple(leaving), held=held)
 
     def _take_out(self, leaving: Iterator[Leaving]) -> int:
-        count = 0
+        gone = []
         for each in leaving:
             if self._remove(each.record, _DETAIL[each.why]):
                 self._metrics.removed.labels(each.why).inc()
-                count += 1
-        return count
+                gone.append(each.record.capture_id)
+        if gone:
+            self._leases.gone(gone)
+        return len(gone)
 
     def _leaving(self, limits: Limits, more: int) -> Iterator[Leaving]:
         """In the declared order, each once; the caller may remove each as it comes."""
