@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     consumes,
     invariant,
     multiple,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -64,7 +66,7 @@ class Queue(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "catalog.sqlite"
         self.clock = 1000.0
         self.known: dict[str, str] = {}
-        """Captures: free, leased or acked, as they must be."""
+        """Captures in the order in which they began: receiving, free, leased or acked, as they must be."""
         self.holder: dict[str, tuple[str, float]] = {}
         self.lent: dict[str, tuple[Lease, float]] = {}
         self.deliveries = 0
@@ -89,6 +91,21 @@ class Queue(RuleBasedStateMachine):
     def captures_arrive(self, count: int) -> None:
         for _ in range(count):
             self.known[ready(self.catalog)] = "free"
+
+    @rule()
+    def a_capture_begins(self) -> None:
+        self.known[ready(self.catalog, state=CaptureState.RECEIVING, size=0)] = "receiving"
+
+    @precondition(lambda self: "receiving" in self.known.values())
+    @rule(data=st.data())
+    def a_capture_ends(self, data: st.DataObject) -> None:
+        """Perhaps long after captures that began later have been lent and acknowledged."""
+        name = data.draw(st.sampled_from([name for name, state in self.known.items() if state == "receiving"]))
+        record = self.catalog.get(name)
+        assert record is not None
+        self.catalog.put(msgspec.structs.replace(record, state=CaptureState.READY, size=10))
+        self.catalog.flush()
+        self.known[name] = "free"
 
     @rule(seconds=st.sampled_from([1.0, 7.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
@@ -162,7 +179,7 @@ class Queue(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         self._pass_deadlines()
         unheld = [record.capture_id for record in self.table.unheld(Unheld.ANY)]
-        assert unheld == sorted(name for name, state in self.known.items() if state != "leased")
+        assert unheld == sorted(name for name, state in self.known.items() if state not in ("leased", "receiving"))
         counts = self.table.counts()
         assert sum(entry["held"] for entry in counts) == sum(state == "leased" for state in self.known.values())
         assert sum(entry["delivered"] + entry["redelivered"] for entry in counts) == self.deliveries
