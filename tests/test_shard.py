@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
@@ -158,6 +158,7 @@ def test_a_third_tensor_is_refused() -> None:
         parse_shard(with_offsets((0, 8), (8, 16), extra), verify=False)
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 9),
     st.integers(1, 4),
@@ -176,6 +177,7 @@ def test_any_shape_reads_as_safetensors_reads_it(
     assert torch.equal(capture.token_ids, expected["token_ids"][first:last])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_changed_byte_never_changes_a_value_unnoticed(data: st.DataObject) -> None:
     body = bytearray(WHOLE)
