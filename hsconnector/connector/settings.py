@@ -79,8 +79,8 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     known = [field.name for field in msgspec.structs.fields(ConnectorSettings)]
     for key, value in extra.items():
         if key not in known:
-            got = f"{key!r} (got {repr(value)[:200]})"
-            raise SettingsError(f"kv_connector_extra_config has no {got}{_nearest(str(key)[:80], known)}")
+            name, got = str(key)[:80], repr(value)[:200]
+            raise SettingsError(f"kv_connector_extra_config has no {name!r} (got {got}){_nearest(name, known)}")
     settings = _convert(extra)
     _check_ranges(settings)
     _check_addresses(settings)
@@ -98,7 +98,7 @@ def parse_wish(params: Mapping[str, Any] | None, settings: ConnectorSettings, re
     try:
         request = msgspec.convert(dict(asked), RequestSettings)
         _check_texts(request)
-    except (msgspec.ValidationError, SettingsError) as error:
+    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         return _bad_request(_name_field(str(error), asked), asked)
     if not _wanted(request, settings, request_id):
         return Wish(capture=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 Behave = Callable[[socket.socket, threading.Event], None]
 
@@ -14,9 +16,9 @@ Behave = Callable[[socket.socket, threading.Event], None]
 class BadSidecar:
     """Listens on a free port and gives each connection to `behave`, with an event that says when to stop."""
 
-    def __init__(self, behave: Behave) -> None:
+    def __init__(self, behave: Behave, port: int = 0) -> None:
         self._behave = behave
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self._stop = threading.Event()
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -57,24 +59,24 @@ class BadSidecar:
             self._behave(connection, self._stop)
 
 
-def read_request(connection: socket.socket) -> bytes:
-    """One whole request."""
+def read_message(connection: socket.socket) -> tuple[bytes, bytes]:
+    """One whole request or answer: its head with the empty line, and its body."""
     data = b""
     while b"\r\n\r\n" not in data:
-        more = connection.recv(65536)
-        if not more:
-            raise ConnectionResetError
-        data += more
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = next(
-        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
-    )
-    while len(body) < length:
-        more = connection.recv(1 << 20)
-        if not more:
-            raise ConnectionResetError
-        body += more
-    return head.split(b"\r\n")[0]
+        data += _receive(connection)
+    end = data.index(b"\r\n\r\n") + 4
+    head, body = data[:end], bytearray(data[end:])
+    lengths = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+    while len(body) < int(lengths[0].split(b":")[1]):
+        body += _receive(connection)
+    return head, bytes(body)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    data = connection.recv(1 << 20)
+    if not data:
+        raise ConnectionResetError
+    return data
 
 
 def hang(connection: socket.socket, stop: threading.Event) -> None:
@@ -96,7 +98,7 @@ def take_slowly(connection: socket.socket, stop: threading.Event) -> None:
 
 def answer_slowly(connection: socket.socket, stop: threading.Event) -> None:
     """A whole request, then one byte of the answer at a time."""
-    read_request(connection)
+    read_message(connection)
     for byte in b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n" + bytes(100000):
         if stop.wait(0.05):
             return
@@ -104,14 +106,11 @@ def answer_slowly(connection: socket.socket, stop: threading.Event) -> None:
 
 
 def says(status: int, body: bytes = b"", head: bytes = b"") -> Behave:
-    """Answers every request with this."""
+    """Answers a request with this, and ends the connection."""
 
     def behave(connection: socket.socket, stop: threading.Event) -> None:
-        while True:
-            read_request(connection)
-            connection.sendall(
-                b"HTTP/1.1 %d Whatever\r\ncontent-length: %d\r\n%s\r\n%s" % (status, len(body), head, body)
-            )
+        read_message(connection)
+        connection.sendall(b"HTTP/1.1 %d Whatever\r\ncontent-length: %d\r\n%s\r\n%s" % (status, len(body), head, body))
 
     return behave
 
@@ -128,3 +127,49 @@ def eventually(true: Callable[[], object], within_s: float = 30.0) -> None:
     while not true():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)
+
+
+class Switch:
+    """Relays whole requests to the sidecar at `target`; while `fault` is set, that is done to them instead."""
+
+    def __init__(self, target: str) -> None:
+        self._target = urlsplit(target)
+        self.fault: Behave | None = None
+        self.delay = 0.0
+        self.requests = 0
+        self._bad = BadSidecar(self._serve)
+        self.url, self.port = self._bad.url, self._bad.port
+
+    def __enter__(self) -> Switch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bad.stop()
+
+    def down(self) -> None:
+        """Nobody listens any more."""
+        self._bad.stop()
+
+    def up(self) -> None:
+        """Listens again, at the same port."""
+        self._bad = BadSidecar(self._serve, self.port)
+
+    def _serve(self, connection: socket.socket, stop: threading.Event) -> None:
+        far = socket.create_connection((self._target.hostname or "", self._target.port or 80))
+        with far:
+            while True:
+                if select.select([connection], [], [], 0.05)[0]:
+                    if self.fault is not None:
+                        return self.fault(connection, stop)
+                    self._relay(connection, far, stop)
+                elif stop.is_set():
+                    return None
+
+    def _relay(self, connection: socket.socket, far: socket.socket, stop: threading.Event) -> None:
+        head, body = read_message(connection)
+        self.requests += 1
+        if stop.wait(self.delay):
+            raise ConnectionResetError
+        far.sendall(head + body)
+        head, body = read_message(far)
+        connection.sendall(head + body)

@@ -9,7 +9,7 @@ from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.tracker import Wish
 from hsconnector.protocol import CaptureInfo, FailReason
 from tests.connector.scheduling import BLOCK, Engine, Request
-from tests.connector.test_tracker import OUTPUT, TrackerMachine, tracker
+from tests.connector.tracker_machine import OUTPUT, TrackerMachine, tracker
 
 
 def info(name: str, num_prompt: int = 10) -> CaptureInfo:
