@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import colorsys
 import json
 import os
 import shlex
@@ -192,10 +193,10 @@ def test_the_exit_code_and_the_words_are_the_engines(model: Path, tmp_path: Path
 
 
 def test_a_module_in_the_current_folder_is_not_taken_for_the_engines(model: Path, tmp_path: Path) -> None:
-    engine = fake_vllm(tmp_path, "import json\ndef main(): print(json.__file__)")
-    (tmp_path / "json.py").write_text("raise ImportError('this is not the json you look for')")
+    engine = fake_vllm(tmp_path, "import colorsys\ndef main(): print(colorsys.__file__)")
+    (tmp_path / "colorsys.py").write_text("raise ImportError('this is not the module you look for')")
     done = launched(model, engine, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.strip() == json.__file__
+    assert done.returncode == 0 and done.stdout.strip() == colorsys.__file__
 
 
 def test_signals_reach_the_engine(model: Path, tmp_path: Path) -> None:
