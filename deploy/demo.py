@@ -138,12 +138,13 @@ def main() -> int:
         model = options.model or build_model(WORK / "SmolLM2-135M-Instruct")
         reports = run(model, started)
     except (DemoFailed, HSConnectorError) as error:
-        console.print(f"demo failed: {error}", markup=False, style="red")
+        console.print(f"demo failed: {error}", markup=False, style="red", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         started.stop()
     return print_end(model, reports)
 
