@@ -244,6 +244,19 @@ def test_each_queue_lends_every_capture(catalog: Catalog, table: Leases) -> None
     assert [record.capture_id for record in table.unheld(Unheld.ASKED)] == [name]
 
 
+def test_a_capture_that_ends_after_later_ones_were_done_is_lent(catalog: Catalog, table: Leases) -> None:
+    slow, quick = ready(catalog, state=CaptureState.RECEIVING), ready(catalog)
+    lease = table.take(Wanted(consumer="c", count=9))
+    table.ack(lease.lease_id)
+    assert names(lease) == [quick]
+    assert names(table.take(Wanted(consumer="c"))) == []
+    record = catalog.get(slow)
+    assert record is not None
+    catalog.put(msgspec.structs.replace(record, state=CaptureState.READY))
+    catalog.flush()
+    assert names(table.take(Wanted(consumer="c"))) == [slow]
+
+
 def test_what_nobody_will_ask_about_is_forgotten(catalog: Catalog) -> None:
     clock = time.time()
     table = Leases(catalog.path, Metrics(), now=lambda: clock)
