@@ -148,7 +148,7 @@ def test_refusing_a_key(day: Day) -> None:
 
 def test_disk_full(day: Day) -> None:
     """Captures fail by name and those that were ready stay readable."""
-    day.sidecar = start_sidecar_process(day.store, port=day.port, quota="3MB")
+    day.sidecar = start_sidecar_process(day.store, port=day.port, quota="6MB", full_wait_s=0)
     wait_until_ready(day.url)
     day.until_capturing()
     records = [record for _ in range(3) for record in day.records(day.ask())]
