@@ -15,7 +15,8 @@ DRAFT_TOKENS = 3
 
 
 def main(model: str, drafter: str, prompts: str, tokens: str, report: str) -> None:
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import LLM, SamplingParams
 
     engine = LLM(

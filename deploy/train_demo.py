@@ -30,6 +30,8 @@ TRAINER = ROOT / "tests/train_cpu.py"
 FOLDER = WORK / "train"
 ANSWER_TOKENS = 64
 DRAFT_VOCABULARY = 4096
+ON_ALL_CORES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Of two cores vLLM would take one and leave the other idle."""
 
 
 def main() -> int:
@@ -62,7 +64,7 @@ def run(started: Started, options: argparse.Namespace) -> None:
     sidecar, engine = f"http://127.0.0.1:{sidecar_port}", f"http://127.0.0.1:{engine_port}"
     hsconnector = str(BIN / "hsconnector")
     started.start("sidecar", [hsconnector, "serve", "--store", str(FOLDER / "store"), "--port", str(sidecar_port)])
-    started.start("engine", engine_command(hsconnector, model, sidecar, engine_port), VLLM_CPU_KVCACHE_SPACE="1")
+    started.start("engine", engine_command(hsconnector, model, sidecar, engine_port), **ON_ALL_CORES)
     wait_for(f"{sidecar}/readyz", started, 60)
     wait_for(f"{engine}/health", started, 600)
     progress("the engine is ready")
