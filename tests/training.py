@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from hsconnector.client import Client
+from hsconnector.errors import CaptureExpired
 from tests.models import END_TOKEN_ID
 
 TARGETS = (0, 1, 3)
@@ -48,7 +50,10 @@ def write_plain_files(folder: Path, url: str, rows: Sequence[Sequence[int]]) -> 
     """The captures of these rows as `hs_{i}.safetensors`, by the tokens they hold."""
     folder.mkdir()
     with Client(url) as client:
-        captures = [client.fetch(record) for record in client.find(state="ready")]
+        captures = []
+        for record in client.find(state="ready"):
+            with contextlib.suppress(CaptureExpired):
+                captures.append(client.fetch(record))
     by_tokens = {tuple(capture.token_ids.tolist()): capture for capture in captures}
     for index, row in enumerate(rows):
         capture = by_tokens[tuple(row)]

@@ -90,14 +90,16 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         Raises SettingsError where the capture is not what this run reads, ShardError where it is damaged.
         """
         digest = self.content_hash(file_idx)
-        record = self._patiently(lambda client: _newest(client, digest))
-        if record is None:
-            self._hint(file_idx)
-            return None
-        try:
-            return self._sample(record)
-        except CaptureExpired:
-            return None
+        gone: set[str] = set()
+        while (record := self._patiently(lambda client: _newest(client, digest))) is not None:
+            try:
+                return self._sample(record)
+            except CaptureExpired:
+                if record.capture_id in gone:
+                    return None
+                gone.add(record.capture_id)
+        self._hint(file_idx)
+        return None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The sample that the engine has just computed, once it is final.

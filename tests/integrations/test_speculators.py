@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,21 @@ class TestCached:
         states[3] = 0
         feeder.capture(states, ROWS[0])
         assert connect(source).get_cached(0) is None
+
+    def test_a_file_that_was_taken_away_leaves_the_capture_before_it(
+        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder
+    ) -> None:
+        states = states_of(ROWS[0])
+        feeder.capture(states, ROWS[0])
+        time.sleep(0.002)  # ids of one millisecond are in no order
+        newest = feeder.capture(states_of(ROWS[0]), ROWS[0])
+        (sidecar.store / "captures" / newest[-2:] / f"{newest}.safetensors").unlink()
+        transfer = connect(source)
+        sample = transfer.get_cached(0)
+        assert sample is not None and torch.equal(sample["hidden_states"], states)
+        with Client(sidecar.url) as client:
+            client.delete(client.find(state="ready")[0])
+        assert transfer.get_cached(0) is None
 
     def test_a_sidecar_that_is_down_is_waited_for_and_then_named(self, connect: Connect, source: Source) -> None:
         transfer = connect(replace(source, url="http://127.0.0.1:9", wait_s=0.1))
