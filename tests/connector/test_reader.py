@@ -242,7 +242,7 @@ class ReaderMachine(TrackerMachine):
 
 
 TestReaderMachine = ReaderMachine.TestCase
-TestReaderMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReaderMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 moves = st.lists(
     st.tuples(st.sampled_from(["run", "finish", "abort", "again", "preempt", "reset", "step"]), st.integers(0, 3)),
