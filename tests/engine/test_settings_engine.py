@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hsconnector.client import Client
-from hsconnector.errors import LayoutError, SettingsError, UnsupportedError
+from hsconnector.errors import SettingsError, UnsupportedError
 from tests.engine.inprocess import Engine, started, tokens
 from tests.sidecar import SidecarThread
 
