@@ -1,23 +1,23 @@
 """Every exception that hsconnector raises on purpose.
 
-    HSConnectorError
-    ├── SettingsError (ValueError)      a setting that is unknown, ill-typed or contradicts another
-    ├── LayoutError (ValueError)        a KV-cache geometry that the engine refuses or that we cannot read exactly
-    ├── UnsupportedError                an engine, model or request feature that extraction cannot serve
-    ├── ProtocolError (ValueError)      bytes that are not a message of this protocol version
-    ├── ShardError (ValueError)         bytes that are not a whole shard
-    ├── RingError                       staging memory that cannot be created, opened or trusted
-    ├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
-    ├── TransportError (ConnectionError)
-    │   ├── SidecarUnreachable          nobody answers, or not in time
-    │   ├── SidecarRefused              an answer that says no: wrong key, protocol version, malformed batch
-    │   └── ProducerUnknown             the sidecar restarted or gave this stream up: open a new one
-    └── CaptureError                    one capture cannot be given; carries capture_id and reason
-        ├── CaptureNotFound             never heard of
-        ├── CapturePending              not final within the time waited
-        ├── CaptureFailed               ended without a shard
-        ├── CaptureQuarantined          whole but unsound; the verdict says where
-        └── CaptureExpired              was here, was deleted or ran out of time
+HSConnectorError
+├── SettingsError (ValueError)      a setting that is unknown, ill-typed or contradicts another
+├── LayoutError (ValueError)        a KV-cache geometry that the engine refuses or that we cannot read exactly
+├── UnsupportedError                an engine, model or request feature that extraction cannot serve
+├── ProtocolError (ValueError)      bytes that are not a message of this protocol version
+├── ShardError (ValueError)         bytes that are not a whole shard
+├── RingError                       staging memory that cannot be created, opened or trusted
+├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
+├── TransportError (ConnectionError)
+│   ├── SidecarUnreachable          nobody answers, or not in time
+│   ├── SidecarRefused              an answer that says no: wrong key, protocol version, malformed batch
+│   └── ProducerUnknown             the sidecar restarted or gave this stream up: open a new one
+└── CaptureError                    one capture cannot be given; carries capture_id and reason
+    ├── CaptureNotFound             never heard of
+    ├── CapturePending              not final within the time waited
+    ├── CaptureFailed               ended without a shard
+    ├── CaptureQuarantined          whole but unsound; the verdict says where
+    └── CaptureExpired              was here, was deleted or ran out of time
 """
 
 from __future__ import annotations

@@ -361,8 +361,9 @@ def content_hash(
 ) -> str:
     """SHA-256 (hex) of everything that decides the values of a capture.
 
-    Hashed are, in this order: the UTF-8 JSON array `["hsconnector/1", model, model_revision, layer_ids, lora, mm_hashes]`
-    without spaces (non-ASCII characters unescaped), one newline, and the token ids as int64 little-endian.
+    Hashed are, in this order: the UTF-8 JSON array
+    `["hsconnector/1", model, model_revision, layer_ids, lora, mm_hashes]` without spaces (non-ASCII characters
+    unescaped), one newline, and the token ids as int64 little-endian.
     Equal tokens under another model, revision, layer set, adapter or image are other states.
     """
     head: list[Any] = ["hsconnector/1", model, model_revision, list(layer_ids), lora, list(mm_hashes)]
