@@ -37,8 +37,8 @@ ON_ALL_CORES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nob
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompts", type=int, default=1000, help="at most so many prompts")
-    parser.add_argument("--answers", type=int, default=1, help="conversations for each prompt")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--answers", type=int, default=2, help="conversations for each prompt")
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--plot", type=Path, default=FOLDER / "train_demo.png", help="where the picture goes")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -76,7 +76,7 @@ def run(started: Started, options: argparse.Namespace) -> None:
     progress("the conversations are captured")
     trained, untrained = FOLDER / "drafter", FOLDER / "untrained"
     train(model, data, sidecar, untrained, "--dry-run")
-    train(model, data, sidecar, trained, "--epochs", str(options.epochs))
+    train(model, data, sidecar, trained, "--epochs", str(options.epochs), "--checkpoint-freq", str(options.epochs))
     progress("the drafter is trained")
     accepted = {
         "untrained": acceptance(model, untrained),
@@ -154,9 +154,9 @@ def train(model: Path, data: Path, sidecar: str, save: Path, *more: str) -> None
     command += ["--verifier-name-or-path", str(model), "--data-path", str(data), "--speculator-type", "eagle3"]
     command += ["--hsc-url", sidecar, "--on-missing", "raise", "--save-path", str(save), "--num-workers", "0"]
     command += ["--hidden-states-dtype", "float32", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
-    command += ["--optimizer", "adamw", "--lr", "0.002", "--num-layers", "1", "--total-seq-len", "1024"]
+    command += ["--optimizer", "adamw", "--lr", "0.002", "--num-layers", "1", "--total-seq-len", "512"]
     command += ["--target-layer-ids", "2", "15", "27", "--draft-vocab-size", str(DRAFT_VOCABULARY)]
-    command += ["--train-data-ratio", "0.95", "--checkpoint-freq", "100", "--log-dir", str(FOLDER / "logs"), *more]
+    command += ["--train-data-ratio", "0.95", "--log-dir", str(FOLDER / "logs"), *more]
     finish(f"train-{save.name}", command, HF_HUB_OFFLINE="1")
 
 
@@ -217,7 +217,7 @@ def draw(path: Path, loss: list[float], accepted: dict[str, list[float]]) -> Non
     left.set(xlabel="step", ylabel="loss", title="Training from the sidecar", ylim=(0, None))
     for offset, (name, shares) in zip((-0.2, 0.2), accepted.items(), strict=True):
         right.bar([position + 1 + offset for position in range(len(shares))], shares, 0.4, label=name)
-    right.set(xlabel="token of the draft", ylabel="accepted", title="Served on unseen prompts", ylim=(0, 1))
+    right.set(xlabel="token of the draft", ylabel="accepted", title="Served on unseen prompts", ylim=(0, None))
     right.set_xticks(range(1, len(shares) + 1))
     right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
