@@ -32,15 +32,18 @@ ANSWER_TOKENS = 64
 DRAFT_VOCABULARY = 4096
 ON_ALL_CORES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Of two cores vLLM would take one and leave the other idle."""
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""Threads that wait give their core away, which a machine that does other work too needs."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompts", type=int, default=1000, help="at most so many prompts")
-    parser.add_argument("--answers", type=int, default=2, help="conversations for each prompt")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--answers", type=int, default=1, help="conversations for each prompt")
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--plot", type=Path, default=FOLDER / "train_demo.png", help="where the picture goes")
     options = parser.parse_args()
+    os.environ.update(PATIENT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
