@@ -209,6 +209,8 @@ def _where(wanted: Filter) -> tuple[list[str], list[object]]:
         if value is not None:
             clauses.append(f"{name} = ?")
             values.append(value)
+            if value and name in ("sample_id", "content_hash"):
+                clauses.append(f"{name} != ''")  # their indexes are partial, and SQLite asks for the words
     if wanted.since is not None:
         clauses.append("created >= ?")
         values.append(wanted.since)
