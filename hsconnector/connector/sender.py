@@ -167,8 +167,11 @@ class Sender:
 
     # ---- lifecycle
 
-    def start(self, first_try_s: float = 2.0) -> None:
-        """Starts the thread and waits a moment for the first try, so that the first request finds a stream."""
+    def start(self, first_try_s: float = 10.0) -> None:
+        """Starts the thread and waits for the end of the first try, so that the first request finds a stream.
+
+        A sidecar that refuses or is absent ends it at once; one that hangs delays the engine's start by this long.
+        """
         self._thread = threading.Thread(target=self._run, name="hsconnector-sender", daemon=True)
         self._thread.start()
         self._tried.wait(first_try_s)

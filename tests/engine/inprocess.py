@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,14 @@ class Engine:
     def worker(self) -> Any:
         """The connector's worker side."""
         return get_kv_transfer_group()._worker
+
+    def wait_for_sidecar(self) -> None:
+        """Returns when the connector has a stream: until then captures fail as `sidecar_unreachable`."""
+        for _ in range(600):
+            if self.worker.sender.stream is not None:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the connector found no sidecar")
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

@@ -92,6 +92,7 @@ def rig(
         models[name], asynchronous=asynchronous, num_gpu_blocks_override=BLOCKS[name], connector=connector
     ) as engine:
         assert engine.scheduler.vllm_config.scheduler_config.async_scheduling is asynchronous
+        engine.wait_for_sidecar()
         yield Rig(name, asynchronous, engine, client, models[name], engine.free_blocks())
 
 
