@@ -217,7 +217,7 @@ def draw(path: Path, loss: list[float], accepted: dict[str, list[float]]) -> Non
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
     left.plot(loss, linewidth=1)
-    left.set(xlabel="step", ylabel="loss", title="Training from the sidecar", ylim=(0, None))
+    left.set(xlabel="step", ylabel="loss", title="Training from the sidecar", yscale="log")
     for offset, (name, shares) in zip((-0.2, 0.2), accepted.items(), strict=True):
         right.bar([position + 1 + offset for position in range(len(shares))], shares, 0.4, label=name)
     right.set(xlabel="token of the draft", ylabel="accepted", title="Served on unseen prompts", ylim=(0, None))

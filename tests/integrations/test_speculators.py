@@ -309,15 +309,18 @@ class TestCommand:
 def test_training_cannot_tell_stored_captures_from_plain_files(
     kind: str, model: Path, sidecar: SidecarThread, tmp_path: Path
 ) -> None:
-    """In spawned workers. That losses can differ at all is shown last: one capture, rolled by a row."""
+    """All in spawned workers, since their number moves DFlash's random anchors.
+
+    That losses can differ at all is shown last: one capture, rolled by a row.
+    """
     data = write_dataset(tmp_path / "data", ROWS)
     states = [states_of(row) for row in ROWS]
     about = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "model": str(model)}
     with Feeder(sidecar.url, **about) as feeding:
         ids = [feeding.capture(rows, tokens) for rows, tokens in zip(reversed(states), reversed(ROWS), strict=True)]
     files = write_plain_files(tmp_path / "files", sidecar.url, ROWS)
-    offline = ("--vllm-endpoint", NOBODY, "--on-missing", "raise")
-    ours = (*offline, "--hsc-url", sidecar.url, "--num-workers", "2")
+    offline = ("--vllm-endpoint", NOBODY, "--on-missing", "raise", "--num-workers", "2")
+    ours = (*offline, "--hsc-url", sidecar.url)
 
     plain = train(tmp_path, "plain", "speculators", kind, model, data, *offline, "--hidden-states-path", str(files))
     assert len(plain.steps) in STEPS and plain.error_records == 0
