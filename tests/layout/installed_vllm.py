@@ -6,11 +6,8 @@ import logging
 import warnings
 from pathlib import Path
 
-import pytest
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("vllm")
     from vllm.distributed.utils import get_pp_indices
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.v1 import kv_cache_interface as interface
