@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 
@@ -26,5 +25,3 @@ __all__ = [
 ]
 
 models_folder = Path(engine.__file__).parents[2] / "model_executor" / "models"
-
-logging.getLogger("vllm").setLevel(logging.ERROR)
