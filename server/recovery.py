@@ -5,6 +5,8 @@ Only files that the index does not know, or that have changed since, are read; t
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import sqlite3
@@ -30,6 +32,8 @@ __all__ = ["inspect_shard", "record_of_shard", "recover", "reindex_store"]
 log = logging.getLogger("hsconnector.server.recovery")
 
 _SUFFIX = ".safetensors"
+_LOCK_SUFFIX = f"{_SUFFIX}.lock"
+"""What the connector's `file_backend` holds beside a shard that is still to come."""
 
 
 def recover(store: Store, catalog: Catalog, metrics: Metrics, *, read_all: bool = False) -> int:
@@ -163,6 +167,9 @@ class Scan:
         if path.name.startswith(".") and path.name.endswith(".part"):
             path.unlink()
             return False
+        if path.name.endswith(_LOCK_SUFFIX) and is_regular(path):
+            _remove_orphan(path)
+            return False
         capture_id = path.name.removesuffix(_SUFFIX)
         record = self.trusted.get(capture_id)
         if record is not None and record.state is state and _unchanged(path, record):
@@ -181,6 +188,19 @@ def _as_known(found: Record, known: Record | None) -> Record:
     if known is None or known.data_hash != found.data_hash:
         return found
     return msgspec.structs.replace(found, finished=known.finished, detail=known.detail, verdict=known.verdict)
+
+
+def _remove_orphan(lock: Path) -> None:
+    """A living engine holds the lock of a shard that is to come; without shard and holder it is a dead one's."""
+    if lock.with_suffix("").exists():
+        return
+    with contextlib.suppress(OSError):
+        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.unlink()
+        finally:
+            os.close(fd)
 
 
 def _check_name(path: Path, folder: str, record: Record | None) -> None:

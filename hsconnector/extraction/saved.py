@@ -114,7 +114,7 @@ class SavedDataset:
             for line in self._kept(without):
                 writer.write(msgspec.json.decode(line))
             count, _ = writer.finalize()
-        datasets.Dataset.from_file(rows).save_to_disk(str(made))
+        datasets.Dataset.from_file(rows).with_format("torch").save_to_disk(str(made))
         return int(count)
 
 

@@ -11,6 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from hsconnector.errors import SettingsError
 from hsconnector.extraction.prompts import Prompt, PromptReader, RowRefused
@@ -107,6 +108,15 @@ def test_without_its_library_a_data_set_names_the_extra(tmp_path: Path, name: st
 
 
 PROMPTS = [Prompt(row, f"s{row}", (row, 7), (0, 1)) for row in range(5)]
+
+
+def test_what_is_saved_as_arrow_gives_the_trainer_tensors(tmp_path: Path) -> None:
+    """`speculators train` joins columns with torch, as `load_from_disk` hands them out."""
+    with SavedDataset(tmp_path / "out", "arrow") as saved:
+        saved.add(PROMPTS[3])
+        saved.publish(set(), {})
+    row = datasets.load_from_disk(str(tmp_path / "out"))[0]
+    assert torch.equal(row["input_ids"], torch.tensor([3, 7])) and row["loss_mask"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "arrow"])

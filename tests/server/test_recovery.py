@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
 from pathlib import Path
@@ -117,6 +118,27 @@ def test_what_does_not_belong_is_moved_aside(store: Path) -> None:
         assert list(store.rglob("*.part")) == []
     finally:
         running.stop()
+
+
+def test_locks_of_the_file_backend_are_no_damage(store: Path) -> None:
+    """Beside the shards: held by a living engine, waiting for a reader, or left by a killed engine."""
+    (name,) = fill(store)
+    folder = shard(store, name).parent
+    waiting = folder / f"{name}.safetensors.lock"
+    held, orphan = (folder / f"{new_capture_id()[:-2]}{folder.name}.safetensors.lock" for _ in range(2))
+    for lock in (waiting, held, orphan):
+        lock.touch()
+    (folder / f"{new_capture_id()}.safetensors.lock").symlink_to(shard(store, name))
+    with held.open() as engine:
+        fcntl.flock(engine, fcntl.LOCK_EX)
+        running = start_sidecar(store)
+        try:
+            assert listing(running) == {name: "ready"}
+            assert waiting.exists() and held.exists() and not orphan.exists()
+            assert len(list((store / "damaged").iterdir())) == 1
+            assert shard(store, name).exists()
+        finally:
+            running.stop()
 
 
 def test_only_what_is_unknown_or_changed_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
