@@ -66,6 +66,12 @@ def launch(
     transport: Annotated[Transport | None, typer.Option(help="How rows reach the sidecar.")] = None,
     shm_dir: Annotated[str | None, typer.Option(help="Where shared memory is created.")] = None,
     ring_bytes: Annotated[int | None, typer.Option(min=1, help="Staging memory, in bytes.")] = None,
+    store_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve speculators' stock file backend: the sidecar's --store, as engine and trainer see it."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Runs `vllm serve MODEL` with extraction on and the sidecar's address set.
@@ -88,6 +94,8 @@ def launch(
         "transport": transport,
         "shm_dir": shm_dir,
         "ring_bytes": ring_bytes,
+        "file_backend": None if store_dir is None else True,
+        "store_dir": store_dir,
     }
     command = serve_command(
         model,

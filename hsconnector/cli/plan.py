@@ -14,6 +14,7 @@ import typer
 from hsconnector.cli.command_line import printable, serve_command
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.capacity import Capacity
+from hsconnector.layout.defects import explain_kv_refusal
 from hsconnector.layout.models import read_config, read_model
 from hsconnector.layout.plan import ENGINE_VERSION, Plan, make_plan
 from hsconnector.layout.presets import choose_layers
@@ -52,11 +53,15 @@ def plan(
     ] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     vllm_version: Annotated[str | None, typer.Option(help="The engine's; the installed one by default.")] = None,
+    engine_log: Annotated[
+        typer.FileText | None,
+        typer.Option(metavar="FILE", errors="replace", help="What an engine printed that did not start; - is stdin."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what the engine's KV cache will do when a hidden-state layer joins MODEL.
 
-    Exits 1, with the reason, where the engine would refuse to start.
+    Exits 1, with the reason, where the engine would refuse to start, or did so in `--engine-log` for a known defect.
     """
     if dtype not in DTYPES:
         raise SettingsError(f"--dtype {dtype} is none of {', '.join(DTYPES)}")
@@ -84,6 +89,10 @@ def plan(
     typer.echo(json.dumps(plan_as_json(made, command), indent=2) if as_json else plan_as_text(made, command))
     if made.refused is not None:
         raise LayoutError(f"the engine would refuse to start: {made.refused}")
+    if engine_log is not None and made.request_bytes is not None:
+        explained = explain_kv_refusal(engine_log.read(), made.request_bytes)
+        if explained is not None:
+            raise LayoutError(explained)
 
 
 def parse_bytes(text: str, option: str) -> int:

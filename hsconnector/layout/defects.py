@@ -129,12 +129,12 @@ def biting(case: Circumstances) -> list[Defect]:
     ]
 
 
-def explain_kv_refusal(log_line: str, expected_bytes: int) -> str | None:
-    """What to say when an engine asks for far more KV cache than planned, None for any other line.
+def explain_kv_refusal(log: str, expected_bytes: int) -> str | None:
+    """What to say when an engine's log asks for far more KV cache than planned, None for any other.
 
     `expected_bytes` is a rank's KV cache for one request of the full length, rows included.
     """
-    found = re.search(r"([0-9]+(?:\.[0-9]+)?)\s*GiB KV\s+cache\s+(?:is\s+)?needed", log_line)
+    found = re.search(r"([0-9]+(?:\.[0-9]+)?)\s*GiB KV\s+cache\s+(?:is\s+)?needed", log)
     if found is None or float(found[1]) * 2**30 <= INFLATED * expected_bytes:
         return None
     defect = DEFECTS["inflated budget"]

@@ -92,6 +92,13 @@ class Plan:
             return None
         return 1 - self.without.bytes_per_token / self.with_extraction.bytes_per_token
 
+    @property
+    def request_bytes(self) -> int | None:
+        """A rank's KV cache for one request of the full length: the model's own and the bytes of its rows."""
+        if self.without is None or self.specs is None:
+            return None
+        return int((self.without.bytes_per_token + self.storage.wire) * self.specs.max_model_len)
+
 
 def make_plan(
     model: Model,

@@ -69,6 +69,7 @@ def test_our_options_become_settings_and_the_others_go_to_vllm(model: Path, caps
         *("--enforce-eager", "--capture", "opt_in", "--sample-rate", "0.25", "--include-output-tokens"),
         *("--on-overflow", "drop", "--stall-timeout-s", "7.5", "--transport", "http", "--shm-dir", "/dev/shm/x"),
         *("--ring-bytes", "1048576", "--public-url", "https://h.example", "--api-key-env", "HSC_KEY"),
+        *("--store-dir", "/data/store"),
     )
     assert words[-5:] == ["--dtype", "float32", "-tp", "2", "--enforce-eager"]
     assert option(words, "--kv-transfer-config")["kv_connector_extra_config"] == {
@@ -83,6 +84,8 @@ def test_our_options_become_settings_and_the_others_go_to_vllm(model: Path, caps
         "transport": "http",
         "shm_dir": "/dev/shm/x",
         "ring_bytes": 1048576,
+        "file_backend": True,
+        "store_dir": "/data/store",
     }
     speculative = option(words, "--speculative-config")
     assert speculative["draft_model_config"] == {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 12]}}
@@ -98,10 +101,10 @@ def test_the_connector_takes_every_setting_that_launch_can_give(
         model,
         *("--capture", "opt_in", "--sample-rate", "0.25", "--include-output-tokens", "--on-overflow", "drop"),
         *("--stall-timeout-s", "7.5", "--transport", "http", "--shm-dir", "/dev/shm", "--ring-bytes", "67108864"),
-        *("--public-url", "https://h.example", "--api-key-env", "PATH"),
+        *("--public-url", "https://h.example", "--api-key-env", "PATH", "--store-dir", "/data/store"),
     )
     settings = option(words, "--kv-transfer-config")["kv_connector_extra_config"]
-    assert isinstance(settings, dict) and len(settings) == 11
+    assert isinstance(settings, dict) and len(settings) == 13
     parse_settings(settings)
 
 

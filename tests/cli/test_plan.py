@@ -86,6 +86,20 @@ def test_every_option_reaches_the_serve_line(model: Path, capsys: pytest.Capture
         assert line in out
 
 
+def test_case_6_the_log_of_an_engine_that_asked_for_too_much(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "serve.log"
+    line = b"To serve at least one request with the model's max seq len (40960), (%b GiB KV cache is needed, which is"
+    log.write_bytes(b"\xff loading\n" + line % b"581.48" + b" larger\n")
+    code, out, err = run(capsys, model, "--engine-log", log)
+    assert code == 1 and "Serve" in out
+    assert "asks for 581.48 GiB of KV cache where 6.88 GiB were expected: vllm#53243" in err and err.count("\n") == 1
+    log.write_bytes(line % b"6.9")
+    assert run(capsys, model, "--engine-log", log)[0] == 0
+    assert run(capsys, model, "--engine-log", tmp_path / "none.log")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
