@@ -174,6 +174,8 @@ class Producer(msgspec.Struct, frozen=True, kw_only=True):
     ring: RingOffer | None = None
     instance: str = ""
     """Random, one per producer's life. A new stream of the same instance ends the one before: it was given up."""
+    patience_s: float = 30.0
+    """An answer that takes longer means to the producer that the sidecar is lost."""
 
     @property
     def row_bytes(self) -> int:

@@ -2,8 +2,8 @@
 
 The answer to a batch that does not fit is held back while retention, consumers or people make room: the producer's
 staging memory stays taken, so its own `on_overflow` decides (`wait`: rows stay in the engine's blocks, `drop`: captures
-fail as `overflow`). A store that stays full for `full_wait_s` fails captures as `disk_full` without further delay until
-there is room again, so no producer is slowed without bound.
+fail as `overflow`). A store that stays full for `full_wait_s`, or half of what the producer waits for an answer, fails
+captures as `disk_full` without further delay until there is room again, so no producer is slowed without bound.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Admission:
         clock = asyncio.get_running_loop().time
         if self._full_since is None:
             self._full_since = clock()
-        deadline = self._full_since + self._wait_s
+        deadline = self._full_since + min(self._wait_s, stream.producer.patience_s / 2)
         while (left := deadline - clock()) > 0 and not self._waiters.closing:
             if await self._waiters.until(ROOM, lambda: self._fits(more), bool, min(left, POLL_S)):
                 return

@@ -99,6 +99,8 @@ def _check_producer(producer: Producer) -> None:
         raise unprocessable("hidden_size", f"hidden_size is {producer.hidden_size}, it must be 1 or more")
     if producer.row_bytes > MAX_ROW_BYTES or producer.num_layers > LARGEST:
         raise unprocessable("hidden_size", f"a row has {producer.row_bytes} bytes, the most is {MAX_ROW_BYTES}")
+    if not producer.patience_s > 0:
+        raise unprocessable("patience_s", f"patience_s is {producer.patience_s}, it must be more than 0 seconds")
     for name in ("engine_id", "model", "model_revision", "vllm_version"):
         length = len(getattr(producer, name).encode())
         if length > MAX_NAME_BYTES:

@@ -148,7 +148,7 @@ def check_start(kv_cache_config: Any, vllm_config: Any) -> StartReport:
     )
 
 
-def producer(vllm_config: Any, cache: torch.Tensor, block_size: int) -> Producer:
+def producer(vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s: float) -> Producer:
     """What this engine's stream says of itself; `cache` is `[num_blocks, block, L, H]`."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -165,6 +165,7 @@ def producer(vllm_config: Any, cache: torch.Tensor, block_size: int) -> Producer
         data_parallel_rank=getattr(parallel, "data_parallel_index", 0) or parallel.data_parallel_rank,
         block_size=block_size,
         instance=secrets.token_hex(8),
+        patience_s=patience_s,
     )
 
 

@@ -232,13 +232,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         ids = compat.layer_ids(self._vllm_config)
         hidden_size = self._vllm_config.model_config.get_hidden_size()
         view = compat.block_major(cache, len(ids), hidden_size, self._group.block_size)
-        producer = compat.producer(self._vllm_config, view, self._group.block_size)
+        patience_s = max(1.0, self._settings.stall_timeout_s)
+        producer = compat.producer(self._vllm_config, view, self._group.block_size, patience_s)
         if producer.row_bytes > self._settings.ring_bytes // ALIGNMENT * ALIGNMENT:
             raise SettingsError(
                 f"ring_bytes {self._settings.ring_bytes} has no room for a row of {producer.row_bytes} bytes; raise it"
             )
-        timeout = max(1.0, self._settings.stall_timeout_s)
-        transport = HttpTransport(self._settings.sidecar, self._settings.api_key, timeout)
+        transport = HttpTransport(self._settings.sidecar, self._settings.api_key, patience_s)
         on_ring = functools.partial(_pin_ring, view.device) if view.device.type == "cuda" else _leave_ring
         locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
         sender = Sender(producer, self._settings, transport, on_ring, locks=locks)

@@ -295,6 +295,7 @@ def test_a_body_of_unknown_length_is_cut_off(tmp_path: Path) -> None:
         ({"layer_ids": (0, 1, 2, 3, 5)}, 422, "bad_producer", "within 0..4"),
         ({"hidden_size": 0}, 422, "bad_producer", "hidden_size is 0"),
         ({"hidden_size": 1 << 40}, 422, "bad_producer", "a row has"),
+        ({"patience_s": float("nan")}, 422, "bad_producer", "patience_s is nan"),
         ({"model": "x" * 5000}, 422, "bad_producer", "model has 5000 bytes"),
     ],
 )

@@ -149,6 +149,17 @@ def test_a_store_that_stays_full_fails_captures_and_loses_nothing(limited: Limit
     assert "acknowledged" in limited.http.get(f"/v1/captures/{kept[0]}/tensors").json()["error"]["message"]
 
 
+@limits("limited", [{"captures": 2.5, "full_wait_s": 600}], indirect=True)
+def test_a_producer_is_not_held_longer_than_it_waits_for_an_answer(limited: Limited) -> None:
+    """An answer that comes later would be taken for a lost sidecar, and a full disk be called that."""
+    for _ in range(2):
+        limited.engine.capture(ROWS)
+    with Engine(limited.sidecar.url, patience_s=0.5) as hasty:
+        name = hasty.open(num_prompt_tokens=20)
+        assert hasty.rows(name, ROWS).reason is FailReason.DISK_FULL
+    assert metric(limited.http, "hsconnector_full_waits_total") == 1
+
+
 @limits("limited", [{"captures": 2.5, "evict": "none", "full_wait_s": 0}], indirect=True)
 def test_nothing_is_removed_where_nothing_may_be(limited: Limited) -> None:
     kept = [limited.engine.capture(ROWS) for _ in range(2)]
