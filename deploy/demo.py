@@ -315,7 +315,7 @@ def print_end(model: Path, rows: list[Row]) -> int:
             f"{row.report.largest_relative:.1e}" if row.report else "none",
         )
     for row in rows:
-        if row.report is None or not row.report.ok:
+        if row.report is None or row.report.diagnosis:
             console.print(row.problem or sentence(row.report), markup=False, style="red", soft_wrap=True)
     verified = sum(row.report is not None and row.report.ok for row in rows)
     console.print(f"\n{verified} of {len(rows)} captures verified, from {len(ASKS)} requests. Go on with:\n")

@@ -68,6 +68,8 @@ def explain(
     """
     expected = layers[:, layer_id]
     wrong = (~(_relative(captured, expected) <= tolerance)).nonzero().flatten().tolist()
+    if not wrong:
+        return "matches when it is computed again: arithmetic on this machine does not repeat"
     found = (
         _not_a_state(captured, wrong)
         or _another_layer(captured[wrong], layers[wrong], layer_id, tolerance)

@@ -16,7 +16,7 @@ from rich.progress import track
 
 from hsconnector.cli.show import columns, plain
 from hsconnector.client import DEFAULT_URL, Client
-from hsconnector.comparison import DEFAULT_TOLERANCES, compare, explain
+from hsconnector.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
 from hsconnector.errors import CaptureNotFound, SettingsError
 from hsconnector.protocol import CaptureState
 from hsconnector.reference import ReferenceModel
@@ -27,7 +27,7 @@ __all__ = ["Report", "check", "sentence", "verify"]
 
 @dataclass(frozen=True)
 class Report:
-    """What came of one capture; `first_*` and `diagnosis` are set where it differs."""
+    """What came of one capture; `first_*` is set where it differs, `diagnosis` where there is anything to say."""
 
     capture_id: str
     request_id: str
@@ -105,14 +105,42 @@ def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -
     dtype = str(capture.hidden_states.dtype).removeprefix("torch.")
     tolerance = tolerance or DEFAULT_TOLERANCES[dtype]
     difference = compare(capture.hidden_states, reference.states(token_ids, capture.layer_ids), tolerance)
-    report = Report(
+    if difference.ok:
+        return _report(capture, reference, tolerance, difference)
+    return _accused(capture, reference, tolerance, difference)
+
+
+def _accused(capture: Capture, reference: ReferenceModel, tolerance: float, first: Difference) -> Report:
+    """A second pass decides and explains: on a shared machine one pass in hundreds was seen to be off by itself."""
+    layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
+    second = compare(capture.hidden_states, layers[:, list(capture.layer_ids)], tolerance)
+    report = _report(capture, reference, tolerance, second)
+    if report.first_row is None or report.first_slot is None:
+        where = f"by {first.largest_relative:.1g} in {ranges(first.wrong_rows)}"
+        off = (
+            f"Hugging Face's first pass was off {where}, its second was not: arithmetic on this machine does not repeat"
+        )
+        return replace(report, diagnosis=off)
+    layer = capture.layer_ids[report.first_slot]
+    diagnosis = explain(
+        capture.hidden_states[:, report.first_slot],
+        layers,
+        reference.normed(layers[:, -1]),
+        layer_id=layer,
+        tolerance=tolerance,
+    )
+    return replace(report, first_layer=layer, diagnosis=diagnosis)
+
+
+def _report(capture: Capture, reference: ReferenceModel, tolerance: float, difference: Difference) -> Report:
+    return Report(
         capture_id=capture.capture_id,
         request_id=capture.metadata.get("request_id", ""),
         model=reference.name,
         ok=difference.ok,
-        rows=len(token_ids),
+        rows=len(capture.token_ids),
         layer_ids=capture.layer_ids,
-        dtype=dtype,
+        dtype=str(capture.hidden_states.dtype).removeprefix("torch."),
         tolerance=tolerance,
         largest=difference.largest,
         largest_relative=difference.largest_relative,
@@ -120,21 +148,6 @@ def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -
         first_row=difference.first_row,
         first_slot=difference.first_slot,
     )
-    return report if difference.ok else _explained(report, capture, reference)
-
-
-def _explained(report: Report, capture: Capture, reference: ReferenceModel) -> Report:
-    slot = report.first_slot or 0
-    layer = capture.layer_ids[slot]
-    layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
-    diagnosis = explain(
-        capture.hidden_states[:, slot],
-        layers,
-        reference.normed(layers[:, -1]),
-        layer_id=layer,
-        tolerance=report.tolerance,
-    )
-    return replace(report, first_layer=layer, diagnosis=diagnosis)
 
 
 def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:
@@ -180,12 +193,14 @@ def _print(reports: list[Report]) -> None:
         rows.append([report.capture_id, report.request_id, str(report.rows), layers, report.dtype, *differences])
     typer.echo(columns(rows))
     for report in reports:
-        if not report.ok:
+        if report.diagnosis:
             typer.echo(plain(sentence(report)))
 
 
 def sentence(report: Report) -> str:
-    """Where a capture differs and what it holds there instead."""
+    """Where a capture differs and what it holds there instead, or what was strange about one that matches."""
+    if report.ok:
+        return f"{report.capture_id} matches: {report.diagnosis}"
     return (
         f"{report.capture_id} differs first in row {report.first_row}, slot {report.first_slot} "
         f"(layer {report.first_layer}), in {report.wrong_rows} of {report.rows} rows: the slot {report.diagnosis}"
