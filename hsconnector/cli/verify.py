@@ -111,7 +111,7 @@ def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -
 
 
 def _accused(capture: Capture, reference: ReferenceModel, tolerance: float, first: Difference) -> Report:
-    """A second pass decides and explains: on a shared machine one pass in hundreds was seen to be off by itself."""
+    """A second pass decides and explains: on a busy machine a first one was seen to be off by itself."""
     layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
     second = compare(capture.hidden_states, layers[:, list(capture.layer_ids)], tolerance)
     report = _report(capture, reference, tolerance, second)
