@@ -51,13 +51,16 @@ install_engine() {
         pip_install "$GPU_ENGINE" || fail "pip could not install $GPU_ENGINE, see above"
         return
     fi
-    installed "$CPU_ENGINE" && return
-    say "installing $CPU_ENGINE, some minutes"
-    pip_install "$CPU_ENGINE" || fail "pip could not install $CPU_ENGINE: where it is torch's +cpu build that is not" \
-        "found, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL"
+    if ! installed "$CPU_ENGINE"; then
+        say "installing $CPU_ENGINE, some minutes"
+        pip_install "$CPU_ENGINE" || fail "pip could not install $CPU_ENGINE: where it is torch's +cpu build that is" \
+            "not found, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL"
+    fi
     # Built for another torch, they cannot be imported and take vLLM down with them.
-    "$VENV/bin/python" -m pip uninstall --disable-pip-version-check -qq -y torchvision torchaudio torchcodec 2>/dev/null
-    return 0
+    local package
+    for package in torchvision torchaudio torchcodec; do
+        ! installed "$package" || "$VENV/bin/python" -m pip uninstall --disable-pip-version-check -qq -y "$package"
+    done
 }
 
 install_project() { # EXTRAS

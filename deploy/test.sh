@@ -11,7 +11,6 @@ install_trainer
 # Its own reader, normaliser and collator take the exports; it is not run, so what it pins is not wanted.
 installed specforge==0.2.0 || pip_install --no-deps specforge==0.2.0 || fail "pip could not install specforge==0.2.0"
 for version in 0.28.0 0.30.0; do install_other_engine "$version"; done
-export HSC_VLLM_028=${HSC_VLLM_028:-$VENV/vllm-0.28.0} HSC_VLLM_030=${HSC_VLLM_030:-$VENV/vllm-0.30.0}
 
 # Engines, sidecars and trainers share few cores: threads that wait give theirs away instead of spinning.
 export OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0
