@@ -41,13 +41,6 @@ def states(dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarThread]:
-    running = start_sidecar(tmp_path / "store")
-    yield running
-    running.stop()
-
-
-@pytest.fixture
 def feeder(sidecar: SidecarThread) -> Iterator[Feeder]:
     with Feeder(sidecar.url, layer_ids=LAYERS, hidden_size=16) as feeder:
         yield feeder

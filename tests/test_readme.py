@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hsconnector.cli.command_line import extraction_options
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.layout.presets import choose_layers
 from tests.feeding import Feeder
-from tests.sidecar import SidecarThread, start_sidecar
+from tests.sidecar import SidecarThread
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 LAYERS = (2, 18, 33, 36)
@@ -36,13 +36,6 @@ def run(block: str, words: Mapping[str, str], names: dict[str, Any]) -> dict[str
         block = block.replace(word, put)
     exec(compile(block, "README.md", "exec"), names)
     return names
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarThread]:
-    running = start_sidecar(tmp_path / "store")
-    yield running
-    running.stop()
 
 
 @pytest.fixture

@@ -26,13 +26,6 @@ COMMAND = [sys.executable, "-c", "from hsconnector.cli import main; main()", "ex
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarThread]:
-    running = start_sidecar(tmp_path / "store")
-    yield running
-    running.stop()
-
-
-@pytest.fixture
 def engine(sidecar: SidecarThread, tmp_path: Path) -> Iterator[FakeEngine]:
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     running = FakeEngine(sidecar.url, model=str(tmp_path / "model"))

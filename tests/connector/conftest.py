@@ -5,6 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.connector.lab import Reader
+from tests.connector.network import Switch
+from tests.sidecar import SidecarThread, start_sidecar
+
 
 @pytest.fixture(autouse=True)
 def heard_log() -> Iterator[None]:
@@ -16,3 +20,24 @@ def heard_log() -> Iterator[None]:
     yield
     logger.setLevel(before[0])
     logger.propagate = before[1]
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]:
+    root = tmp_path_factory.mktemp("sidecar")
+    (root / "shm").mkdir()
+    started = start_sidecar(root / "store", shm_dir=root / "shm")
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def reader(sidecar: SidecarThread) -> Iterator[Reader]:
+    with Reader(sidecar.url) as made:
+        yield made
+
+
+@pytest.fixture
+def switch(sidecar: SidecarThread) -> Iterator[Switch]:
+    with Switch(sidecar.url) as made:
+        yield made

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,28 +23,6 @@ from hsconnector.protocol import (
 from tests.connector.lab import LONG, Lab, Reader, running
 from tests.connector.network import BadSidecar, Behave, Switch, eventually, hang, reset, says, take_slowly
 from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process
-
-
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]:
-    root = tmp_path_factory.mktemp("sidecar")
-    (root / "shm").mkdir()
-    started = start_sidecar(root / "store", shm_dir=root / "shm")
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def reader(sidecar: SidecarThread) -> Iterator[Reader]:
-    with Reader(sidecar.url) as made:
-        yield made
-
-
-@pytest.fixture
-def switch(sidecar: SidecarThread) -> Iterator[Switch]:
-    with Switch(sidecar.url) as made:
-        yield made
-
 
 FAULTS: dict[str, tuple[Behave | None, set[str]]] = {
     "refused": (None, {"sidecar_unreachable"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ from hsconnector.protocol import (
     new_capture_id,
 )
 from tests.connector.lab import LONG, ROW, Lab, Reader, producer, running
-from tests.connector.network import Switch, eventually
+from tests.connector.network import eventually
 from tests.sidecar import SidecarThread, start_sidecar
 
 
@@ -88,27 +88,6 @@ def twin(lab: Lab) -> Moody:
 def ship(lab: Lab) -> None:
     while lab.sender.pump() and not lab.sender.idle:
         pass
-
-
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]:
-    root = tmp_path_factory.mktemp("sidecar")
-    (root / "shm").mkdir()
-    started = start_sidecar(root / "store", shm_dir=root / "shm")
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def reader(sidecar: SidecarThread) -> Iterator[Reader]:
-    with Reader(sidecar.url) as made:
-        yield made
-
-
-@pytest.fixture
-def switch(sidecar: SidecarThread) -> Iterator[Switch]:
-    with Switch(sidecar.url) as made:
-        yield made
 
 
 class TestShipping:

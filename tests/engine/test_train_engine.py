@@ -10,17 +10,10 @@ import pytest
 
 from hsconnector.client import Client
 from tests.engine.server import ApiServer
-from tests.sidecar import SidecarThread, start_sidecar
+from tests.sidecar import SidecarThread
 from tests.training import NOBODY, STEPS, make_rows, train, write_dataset, write_plain_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]:
-    running = start_sidecar(tmp_path_factory.mktemp("sidecar") / "store")
-    yield running
-    running.stop()
 
 
 @pytest.fixture(scope="module")

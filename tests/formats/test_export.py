@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,7 @@ from tests.formats.running import export
 from tests.formats.samples import LAYERS, feed, make_rows
 from tests.models import NUM_LAYERS, random_token_ids
 from tests.shards import write_shard
-from tests.sidecar import SidecarThread, start_sidecar
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarThread]:
-    started = start_sidecar(tmp_path / "store")
-    yield started
-    started.stop()
+from tests.sidecar import SidecarThread
 
 
 def files(out: Path) -> dict[str, tuple[int, int]]:

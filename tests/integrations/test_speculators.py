@@ -31,7 +31,7 @@ from hsconnector.integrations.target_layers import TargetLayers, target_layers_o
 from hsconnector.protocol import Commit, FailReason, Rows, Span, pack_token_ids
 from tests.feeding import Feeder
 from tests.models import LAYER_IDS, NUM_LAYERS, tiny_qwen3
-from tests.sidecar import SidecarThread, start_sidecar
+from tests.sidecar import SidecarThread
 from tests.training import NOBODY, STEPS, TARGETS, make_rows, train, write_dataset, write_plain_files
 
 HIDDEN = 256
@@ -42,13 +42,6 @@ generator = torch.Generator().manual_seed(0)
 
 def states_of(row: list[int], slots: int = len(LAYER_IDS)) -> torch.Tensor:
     return torch.randn(len(row), slots, HIDDEN, generator=generator)
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarThread]:
-    running = start_sidecar(tmp_path / "store")
-    yield running
-    running.stop()
 
 
 @pytest.fixture

@@ -31,14 +31,22 @@ from hsconnector.protocol import (
     new_capture_id,
     pack_token_ids,
 )
+from tests.sidecar import SidecarThread
 
 LAYERS = (0, 2, 4)
 HIDDEN = 32
+ROW = len(LAYERS) * HIDDEN * 4
+"""Bytes of a row."""
 
 
 def rows_of(count: int, *, seed: int = 0, layers: int = len(LAYERS), hidden: int = HIDDEN) -> np.ndarray[Any, Any]:
     """`[count, layers, hidden]` float32, no two rows or slots alike."""
     return np.random.default_rng(seed).standard_normal((count, layers, hidden)).astype(np.float32)
+
+
+def files(sidecar: SidecarThread) -> list[str]:
+    """Every file under captures and quarantine."""
+    return [p.name for area in ("captures", "quarantine") for p in (sidecar.store / area).rglob("*") if p.is_file()]
 
 
 class Engine:
