@@ -32,6 +32,7 @@ __all__ = [
     "producer",
     "refuse_config",
     "scheduled",
+    "table_of",
     "untested",
     "vllm_version",
 ]
@@ -269,6 +270,12 @@ def ended(request: Any) -> Ended:
         reason="unknown" if reason is None else str(reason),
         problem=problem,
     )
+
+
+def table_of(blocks: Any, group: int) -> Sequence[int]:
+    """One group's block ids of `KVCacheBlocks`."""
+    ids: Sequence[Sequence[int]] = blocks.get_block_ids()
+    return ids[group] if group < len(ids) else ()
 
 
 def external_tokens(request: Any, given: int) -> int:

@@ -98,7 +98,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._mismatch = ""
         self.tracker: Tracker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self.tracker = Tracker(self._group.index, self._group.block_size)
+            sizes = report.block_sizes
+            hit_size = sizes.scheduler if sizes is not None else None
+            self.tracker = Tracker(self._group.index, self._group.block_size, hit_size=hit_size)
             self._say_started(report)
 
     def _say_started(self, report: StartReport) -> None:
@@ -135,7 +137,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # ---- scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing is ever loaded."""
+        """Nothing is ever loaded; what the engine has itself tells later what another connector has brought."""
+        if self.tracker is not None:
+            self.tracker.origins.offered(request.request_id, num_computed_tokens)
         return 0, False
 
     @guarded(lambda: None)
@@ -143,6 +147,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Rows that another connector brings were not computed here."""
         external = compat.external_tokens(request, num_external_tokens)
         if external > 0 and self.tracker is not None:
+            table = compat.table_of(blocks, self._group.index)
+            self.tracker.origins.loaded(request.request_id, external, table)
             self.tracker.fail(
                 request.request_id,
                 FailReason.EXTERNAL_PREFIX,
@@ -266,7 +272,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @guarded(lambda: None)
     def _take_step(self, step: Step) -> None:
         if self._worker is None:
-            self._reported.update(finish.request_id for finish in step.finished)
+            self._reported.update(finish.request_id for finish in step.finished if finish.held)
             return
         if (step.group, step.block_size) != (self._group.index, self._group.block_size):
             step = self._refuse(step)

@@ -47,6 +47,8 @@ class Reader:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._captures: dict[str, Capture] = {}
+        self._moved = 0.0
+        """When any row was last read."""
         self._held: set[str] = set()
         self._released: set[str] = set()
 
@@ -69,7 +71,9 @@ class Reader:
         for request_id, rows in step.readable:
             self._allow(request_id, rows)
         for finish in step.finished:
-            self._finish(finish, now)
+            short = self._finish(finish, now)
+            if short is not None:
+                ended.append((short.info, FailReason.ABORTED, _aborted(short, finish)))
         return ended
 
     def pending(self) -> Iterator[Capture]:
@@ -85,7 +89,7 @@ class Reader:
     def advance(self, capture: Capture, count: int, now: float) -> None:
         """`count` more rows of the capture were read."""
         capture.cursor += count
-        capture.moved = now
+        capture.moved = self._moved = now
 
     def complete(self, arrived: Callable[[Capture], bool] = lambda capture: True) -> list[Capture]:
         """Captures whose every row is read and has arrived; they are forgotten and their blocks released."""
@@ -95,8 +99,16 @@ class Reader:
         return done
 
     def stalled(self, now: float, timeout: float) -> list[Capture]:
-        """Captures that hold blocks and have not moved for longer than `timeout` seconds."""
-        return [c for c in self._captures.values() if c.finish is not None and now - c.moved > timeout]
+        """Captures that hold blocks while no row of any capture was read for longer than `timeout` seconds.
+
+        One that waits for its turn behind others that move is not stuck: the sidecar is slower than the engine, and
+        the engine's own admission slows the load.
+        """
+        return [
+            capture
+            for capture in self._captures.values()
+            if capture.finish is not None and now - max(capture.moved, self._moved) > timeout
+        ]
 
     def drop(self, request_id: str) -> Capture | None:
         """Forgets a capture; blocks that it holds are released."""
@@ -143,12 +155,25 @@ class Reader:
         if capture is not None:
             capture.readable = rows
 
-    def _finish(self, finish: Finish, now: float) -> None:
+    def _finish(self, finish: Finish, now: float) -> Capture | None:
+        """Gives the capture back where its blocks are gone and rows are missing."""
         capture = self._captures.get(finish.request_id)
         if capture is None:
-            self.release(finish.request_id)
-            return
-        self._held.add(finish.request_id)
+            if finish.held:
+                self.release(finish.request_id)
+            return None
         capture.finish = finish
-        capture.readable = finish.num_rows
         capture.moved = now
+        if finish.held:
+            self._held.add(finish.request_id)
+            capture.readable = finish.num_rows
+            return None
+        self._forget_table(finish.request_id)
+        return None if capture.complete else self.drop(finish.request_id)
+
+
+def _aborted(capture: Capture, finish: Finish) -> str:
+    return (
+        f"the request ended ({finish.reason}) while it was preempted, "
+        f"with {capture.cursor} of {finish.num_rows} rows read"
+    )

@@ -33,15 +33,17 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request has ended and keeps its blocks until every rank has reported it.
+    """The request has ended; `token_ids` are those of its rows `0 .. num_rows`, int64 little-endian.
 
-    Rows `0 .. num_rows` may be read now; `token_ids` are theirs, int64 little-endian.
+    `held`: it keeps its blocks until every rank has reported it, and all these rows may be read now. Otherwise its
+    blocks are gone, and the capture is whole only if every row has been read before.
     """
 
     request_id: str
     num_rows: int
     token_ids: bytes
     reason: str
+    held: bool = True
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hsconnector.connector.origins import Origins
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.protocol import CaptureInfo, FailReason, RowsKind, new_capture_id, pack_token_ids
 
@@ -100,8 +101,8 @@ class _Tracked:
 class Tracker:
     """Follows every request from its first step to the end of its blocks.
 
-    `group` and `block_size` are those of the hidden-state group. Ids of skipped requests are kept too, until they
-    finish: a request that comes back is never new.
+    `group` and `block_size` are those of the hidden-state group, `hit_size` is the scheduler's block size (default: the
+    same). Ids of skipped requests are kept too, until they finish: a request that comes back is never new.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class Tracker:
         block_size: int,
         new_id: Callable[[], str] = new_capture_id,
         now: Callable[[], float] = time.time,
+        hit_size: int | None = None,
     ) -> None:
         self.group = group
         self.block_size = block_size
         self._new_id = new_id
         self._now = now
+        self.origins = Origins(block_size, hit_size or block_size)
         self._requests: dict[str, _Tracked | None] = {}
         self._advanced: set[str] = set()
         self._failures: list[Failure] = []
@@ -145,6 +148,7 @@ class Tracker:
         for request_id in scheduled.preempted:
             self._lose(request_id, step)
         self._release(scheduled, step)
+        self._note_computed(scheduled)
         for arrival in scheduled.arrivals:
             self._arrive(arrival, scheduled, step)
         for progress in scheduled.progress:
@@ -164,10 +168,13 @@ class Tracker:
         """The request is over. `table` is what it owns of the hidden group now, empty while preempted.
 
         The end is judged by rows, not by status: where every wanted row was scheduled the capture is finished like
-        any other, though the request was aborted (a stop string reaches the scheduler as an abort).
+        any other, though the request was aborted (a stop string reaches the scheduler as an abort). Of a request that
+        was preempted and is not back no row is left to read, whatever its table says (it may be waiting for another
+        connector to fill it): the worker knows whether it has them all.
         """
         self._advanced.discard(ended.request_id)
         self._early.pop(ended.request_id, None)
+        self.origins.forget(ended.request_id)
         tracked = self._requests.pop(ended.request_id, None)
         if tracked is None:
             return Ending(False, None)
@@ -175,12 +182,18 @@ class Tracker:
         if tracked.failed:
             return Ending(False, capture_id)
         num_rows = self._num_rows(tracked, ended)
-        problem = ended.problem or self._shortfall(tracked, ended, table, num_rows)
+        hold = tracked.owned and bool(table)
+        problem = ended.problem or _grown(tracked, ended.num_prompt)
+        if problem is None and hold:
+            problem = self._shortfall(ended, table, num_rows)
         if problem is not None:
             self._failures.append(Failure(ended.request_id, *problem))
             return Ending(False, capture_id)
-        self._hand_over(tracked, ended, table, num_rows)
-        return Ending(True, capture_id)
+        if hold:
+            self._hand_over(tracked, ended, table)
+        token_ids = pack_token_ids(ended.token_ids[:num_rows])
+        self._finishes.append(Finish(ended.request_id, num_rows, token_ids, ended.reason, hold))
+        return Ending(hold, capture_id)
 
     def reported(self, request_ids: Iterable[str]) -> None:
         """Every rank has reported these: their blocks are the engine's again."""
@@ -200,6 +213,7 @@ class Tracker:
         """Forgets a request whose end went wrong on our side; its blocks are not held."""
         self._requests.pop(request_id, None)
         self._early.pop(request_id, None)
+        self.origins.forget(request_id)
         self._held.discard(request_id)
         self._finishes = [finish for finish in self._finishes if finish.request_id != request_id]
         self._failures.append(Failure(request_id, FailReason.INTERNAL_ERROR, detail))
@@ -219,8 +233,21 @@ class Tracker:
         tracked.readable = tracked.computed = 0
         step.lost.append(request_id)
 
+    def _note_computed(self, scheduled: Scheduled) -> None:
+        """Blocks that are new in this step, captured or not; before the arrivals, which may hit them."""
+        if not self.origins.mixed:
+            return
+        for arrival in scheduled.arrivals:
+            self.origins.computed(self.origins.fresh(arrival.blocks, arrival.num_computed))
+        for progress in scheduled.progress:
+            blocks = progress.new_blocks
+            self.origins.computed(self.origins.fresh(blocks, progress.num_computed) if progress.resumed else blocks)
+
     def _arrive(self, arrival: Arrival, scheduled: Scheduled, step: Step) -> None:
         request_id = arrival.request_id
+        outside = self.origins.arrived(request_id, arrival.blocks, arrival.num_computed)
+        if outside is not None:
+            self.fail(request_id, FailReason.EXTERNAL_PREFIX, outside)
         if request_id in self._requests:
             tracked = self._requests[request_id]
             if tracked is not None:
@@ -242,18 +269,18 @@ class Tracker:
         self._count(tracked, arrival.num_computed, scheduled)
 
     def _come_back(self, tracked: _Tracked, arrival: Arrival, scheduled: Scheduled, step: Step) -> None:
-        if arrival.num_prompt != tracked.info.num_prompt_tokens:
-            self.fail(
-                arrival.request_id,
-                FailReason.UNSUPPORTED_REQUEST,
-                f"the prompt grew from {tracked.info.num_prompt_tokens} to {arrival.num_prompt} tokens: "
-                "resumable sessions cannot be captured",
-            )
+        problem = _grown(tracked, arrival.num_prompt)
+        if problem is not None:
+            self.fail(arrival.request_id, *problem)
         if not tracked.failed:
             self._own(tracked, arrival.blocks, step)
             self._count(tracked, arrival.num_computed, scheduled)
 
     def _proceed(self, progress: Progress, scheduled: Scheduled, step: Step) -> None:
+        if progress.resumed:
+            outside = self.origins.arrived(progress.request_id, progress.new_blocks, progress.num_computed)
+            if outside is not None:
+                self.fail(progress.request_id, FailReason.EXTERNAL_PREFIX, outside)
         tracked = self._requests.get(progress.request_id)
         if tracked is None or tracked.failed:
             return
@@ -328,15 +355,7 @@ class Tracker:
             return ended.num_prompt
         return max(ended.num_prompt, len(ended.token_ids) - 1)
 
-    def _shortfall(
-        self, tracked: _Tracked, ended: Ended, table: Sequence[int], num_rows: int
-    ) -> tuple[FailReason, str] | None:
-        if ended.num_prompt != tracked.info.num_prompt_tokens:
-            return (
-                FailReason.UNSUPPORTED_REQUEST,
-                f"the prompt grew from {tracked.info.num_prompt_tokens} to {ended.num_prompt} tokens: "
-                "resumable sessions cannot be captured",
-            )
+    def _shortfall(self, ended: Ended, table: Sequence[int], num_rows: int) -> tuple[FailReason, str] | None:
         covered = min(ended.num_computed, len(table) * self.block_size)
         if covered < num_rows:
             return FailReason.ABORTED, f"the request ended ({ended.reason}) with {covered} of {num_rows} rows computed"
@@ -344,7 +363,8 @@ class Tracker:
             return FailReason.LAYOUT, "the final block table holds block 0, the null block: some rows were never kept"
         return None
 
-    def _hand_over(self, tracked: _Tracked, ended: Ended, table: Sequence[int], num_rows: int) -> None:
+    def _hand_over(self, tracked: _Tracked, ended: Ended, table: Sequence[int]) -> None:
+        """The blocks stay until every rank has reported them."""
         request_id = ended.request_id
         known = len(tracked.table)
         common = min(known, len(table))
@@ -352,8 +372,6 @@ class Tracker:
             self._final_blocks.append(TableChange(request_id, tuple(table), start_over=True))
         elif len(table) > known:
             self._final_blocks.append(TableChange(request_id, tuple(table[known:])))
-        token_ids = pack_token_ids(ended.token_ids[:num_rows])
-        self._finishes.append(Finish(request_id, num_rows, token_ids, ended.reason))
         self._held.add(request_id)
 
     def _describe(self, arrival: Arrival, wish: Wish) -> CaptureInfo:
@@ -370,6 +388,14 @@ class Tracker:
             mm_hashes=arrival.mm_hashes,
             expected_content_hash=wish.expected_content_hash,
         )
+
+
+def _grown(tracked: _Tracked, num_prompt: int) -> tuple[FailReason, str] | None:
+    before = tracked.info.num_prompt_tokens
+    if num_prompt == before:
+        return None
+    detail = f"the prompt grew from {before} to {num_prompt} tokens: resumable sessions cannot be captured"
+    return FailReason.UNSUPPORTED_REQUEST, detail
 
 
 def _ask(arrival: Arrival) -> Wish:

@@ -75,7 +75,8 @@ class Worker:
         """Part of the step's news may not have been taken: its ends give their blocks back, its beginnings fail."""
         open_now = [capture.info for capture in self.reader.drop_all()]
         for finish in step.finished:
-            self.reader.release(finish.request_id)
+            if finish.held:
+                self.reader.release(finish.request_id)
         for info in {info.capture_id: info for info in [*open_now, *step.begun]}.values():
             self.sender.fail(info, FailReason.INTERNAL_ERROR, detail)
 

@@ -17,6 +17,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA, supports_hma
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -224,9 +226,9 @@ class TestScheduler:
         plain, sync, multi = request("plain"), request("sync"), request("multi")
         assert multi.prefill_stats is not None
         multi.prefill_stats.set(num_prompt_tokens=20, num_local_cached_tokens=0, num_external_cached_tokens=16)
-        connector.update_state_after_alloc(plain, None, 0)
-        connector.update_state_after_alloc(sync, None, 16)
-        connector.update_state_after_alloc(multi, None, 0)
+        for item, external in ((plain, 0), (sync, 16), (multi, 0)):
+            assert connector.get_num_new_matched_tokens(item, 0) == (0, False)
+            connector.update_state_after_alloc(item, KVCacheBlocks(([KVCacheBlock(7), KVCacheBlock(8)],)), external)
         told = step_of(connector, scheduled(plain, sync, multi))
         assert [(f.request_id, f.reason) for f in told.failed] == [
             ("sync", FailReason.EXTERNAL_PREFIX),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
@@ -163,6 +164,29 @@ class TestEnding:
         assert len(reader.stalled(15.1, 5.0)) == 1
         reader.advance(only(reader), 1, 15.1)
         assert reader.stalled(20.0, 5.0) == []
+
+    def test_one_that_waits_behind_others_that_move_is_not_stalled(self) -> None:
+        """A sidecar slower than the engine: all are held until their turn comes, however long that takes."""
+        reader = reading()
+        reader.apply(step(begun=[info("b")], finished=[Finish("a", 10, b"", "stop")]), 10.0)
+        reader.apply(step(finished=[Finish("b", 10, b"", "stop")]), 10.0)
+        first, second = reader.pending()
+        for second_hand in range(11, 100):
+            reader.advance(first, 0, float(second_hand))
+            assert reader.stalled(float(second_hand), 5.0) == []
+        assert reader.stalled(104.2, 5.0) == [first, second]
+
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_the_end_of_a_request_without_blocks_is_judged_by_the_rows_read(self, missing: int) -> None:
+        """Aborted while preempted, a stop string for instance: whole where every row had been read before."""
+        reader = reading()
+        reader.advance(only(reader), 10 - missing, 1.0)
+        ended = reader.apply(step(lost=["a"], finished=[Finish("a", 10, b"", "abort", held=False)]), 2.0)
+        said = "the request ended (abort) while it was preempted, with 9 of 10 rows read"
+        assert [(reason, detail) for _, reason, detail in ended] == [(FailReason.ABORTED, said)] * missing
+        assert list(reader.pending()) == []
+        assert len(reader.complete()) == 1 - missing
+        assert reader.take_released() == set()
 
 
 class ReaderMachine(TrackerMachine):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.v1.request import Request
 
 from hsconnector.connector.tracker import Tracker
 from hsconnector.protocol import CaptureState, FailReason
@@ -127,6 +128,47 @@ def test_every_row_is_right(config: VllmConfig, shape: str, v2: bool) -> None:
     assert aborts > 10
 
 
+class Outside:
+    """Another connector beside ours, as `MultiConnector` lets ours see it: it brings prefixes, but no hidden states."""
+
+    def __init__(self, rig: Rig, rnd: random.Random) -> None:
+        self.random = rnd
+        self.brought = 0
+        self._ask, self._tell = rig.connector.get_num_new_matched_tokens, rig.connector.update_state_after_alloc
+        rig.connector.get_num_new_matched_tokens = self.match  # type: ignore[method-assign]
+        rig.connector.update_state_after_alloc = self.tell  # type: ignore[method-assign]
+
+    def match(self, request: Request, local: int) -> tuple[int, bool]:
+        assert self._ask(request, local) == (0, False)
+        most = (request.num_tokens - 1) // 16 * 16
+        tokens = max(0, most - local) if self.random.random() < 0.15 else 0
+        self.brought += tokens > 0
+        return tokens, False
+
+    def tell(self, request: Request, blocks: object, external: int) -> None:
+        self._tell(request, blocks, 0)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_that_another_connector_brought_are_never_taken_for_ours(config: VllmConfig, shape: str, v2: bool) -> None:
+    """Neither by the request that brought them, at first or back from preemption, nor by one that hits its blocks."""
+    ready = failed = 0
+    for seed in range(16):
+        rnd = random.Random(seed)
+        rig = Rig(config, shape, v2, seed, num_blocks=20 if shape == "composite" else 48, ring_rows=40)
+        client, outside = Client(rig, rnd), Outside(rig, rnd)
+        client.run()
+        rig.check_rows()
+        captures = [capture for request_id in client.ids for capture in rig.captures_of(request_id)]
+        reasons = [capture.reason for capture in captures]
+        assert set(reasons) <= {None, FailReason.EXTERNAL_PREFIX, FailReason.ABORTED}
+        assert rig.free_blocks() == rig.free_at_start
+        ready, failed = ready + reasons.count(None), failed + reasons.count(FailReason.EXTERNAL_PREFIX)
+        assert outside.brought or not reasons.count(FailReason.EXTERNAL_PREFIX)
+    assert ready > 30 and failed > 5
+
+
 def fails(config: VllmConfig, shape: str, v2: bool, seeds: range) -> bool:
     """Whether any of these runs goes wrong, by a wrong row, a lost one, a leak or an exception."""
     for seed in seeds:
@@ -161,7 +203,7 @@ class TestSimplerRulesFail:
     def test_holding_by_status(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         """An aborted request whose prompt was not fully scheduled has rows that were never computed."""
         monkeypatch.setattr(Tracker, "_shortfall", lambda *args: None)
-        assert fails(config, "composite", False, range(40))
+        assert fails(config, "composite", False, range(200))
 
     def test_a_block_size_that_is_not_the_groups_own(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         post_init = Rig.__post_init__

@@ -169,7 +169,18 @@ class TestEnd:
         step(t, arrival("a", [3, 4], 6), a=6)
         step(t, preempted=("a",))
         assert not t.finish(ended("a", 6, computed=0, reason="abort"), []).hold
-        assert step(t).failed[0].reason is FailReason.ABORTED
+        told = step(t)
+        assert told.failed == [] and t.held == set()
+        assert [(finish.num_rows, finish.held) for finish in told.finished] == [(6, False)]
+
+    def test_an_abort_while_another_connector_fills_the_blocks_again(self) -> None:
+        """Preempted, given blocks that are still being loaded, aborted: its table holds no row of its own."""
+        t = tracker()
+        step(t, arrival("a", [3, 4], 6), a=6)
+        step(t, preempted=("a",))
+        assert not t.finish(ended("a", 6, computed=6, reason="abort"), [7, 8]).hold
+        told = step(t)
+        assert told.tables == [] and [finish.held for finish in told.finished] == [False]
 
     def test_a_table_that_does_not_cover_the_rows(self) -> None:
         t = tracker()

@@ -142,6 +142,9 @@ class TrackerMachine(RuleBasedStateMachine):
         request = self.engine.requests[finish.request_id]
         assert finish.num_rows == request.wanted
         assert len(finish.token_ids) == 8 * finish.num_rows
+        if not finish.held:
+            assert request.status == PREEMPTED
+            return
         held = self.engine.held[finish.request_id]
         assert self.tables[finish.request_id][: len(held)] == held
 
@@ -174,3 +177,4 @@ class TrackerMachine(RuleBasedStateMachine):
             assert self.finished[name] or self.failed[name]
         assert self.tracker.tracked == 0
         assert all(self.finished[name] for name in self.engine.held)
+        assert all(self.finished[name] or name in self.failed for name in self.begun)
