@@ -150,18 +150,18 @@ class Ingest:
         self.remove(record, "deleted")
         self.settle()
 
-    def remove(self, record: Record, detail: str) -> bool:
+    def remove(self, record: Record, detail: str, reason: FailReason | None = None) -> bool:
         """The same, told to nobody before `settle`; False where it had gone before."""
         known = self.catalog.get(record.capture_id)
         if known is None or known.state not in (CaptureState.READY, CaptureState.QUARANTINED, CaptureState.FAILED):
             return False
         self.store.remove(known.capture_id, known.size)
-        self._expire(known, detail)
+        self._expire(msgspec.structs.replace(known, reason=reason or known.reason), detail)
         return True
 
     def gone(self, record: Record) -> None:
-        """Notes that a shard's file is not there any more."""
-        self.remove(record, "its shard file is gone")
+        """Notes that a shard's file is not there any more; where it is again at a later start, so is the capture."""
+        self.remove(record, "its shard file is gone", FailReason.STORE_ERROR)
         self.settle()
 
     def close(self) -> None:
