@@ -209,7 +209,7 @@ def scheduled(output: Any, group: int, wish_of: WishOf) -> Scheduled:
     cached = output.scheduled_cached_reqs
     return Scheduled(
         preempted=tuple(output.preempted_req_ids or ()),
-        arrivals=[_arrival(request, group, wish_of) for request in output.scheduled_new_reqs],
+        arrivals=[_arrival_or_problem(request, group, wish_of) for request in output.scheduled_new_reqs],
         progress=[
             Progress(
                 request_id,
@@ -221,6 +221,15 @@ def scheduled(output: Any, group: int, wish_of: WishOf) -> Scheduled:
         ],
         num_scheduled=output.num_scheduled_tokens,
     )
+
+
+def _arrival_or_problem(request: Any, group: int, wish_of: WishOf) -> Arrival:
+    """A bug in reading one request is that request's problem alone, and its capture still has an end."""
+    try:
+        return _arrival(request, group, wish_of)
+    except Exception as error:
+        problem = (FailReason.INTERNAL_ERROR, f"reading the request: {type(error).__name__}: {error}")
+        return Arrival(request.req_id, (), 0, 0, wish=lambda: Wish(problem=problem))
 
 
 def _arrival(request: Any, group: int, wish_of: WishOf) -> Arrival:

@@ -247,10 +247,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         transport = HttpTransport(self._settings.sidecar, self._settings.api_key, patience_s)
         on_ring = functools.partial(_pin_ring, view.device) if view.device.type == "cuda" else _leave_ring
         locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
-        sender = Sender(producer, self._settings, transport, on_ring, locks=locks)
+        sender = Sender(producer, self._settings, transport, locks=locks)
         gather = gather_for(view, self._group.block_size)
-        self._worker = Worker(view, self._group.block_size, gather, sender, self._settings)
+        self._worker = Worker(view, self._group.block_size, gather, sender, self._settings, on_ring=on_ring)
         sender.start()
+        self._worker.follow_stream()
 
     def _find_cache(self, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor | None:
         names = [name for name in kv_caches if "cache_only_layers" in name]
@@ -311,7 +312,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
 
 def _pin_ring(device: torch.device, ring: Ring) -> None:
-    ring.before_unmap(pin(ring.memory, ring.size, device))
+    try:
+        ring.before_unmap(pin(ring.memory, ring.size, device))
+    except Exception:
+        log.exception("staging memory could not be page-locked: copies from the GPU will wait")
 
 
 def _leave_ring(ring: Ring) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ __all__ = ["DeviceGather", "Gather", "HostGather", "Ticket", "gather_for", "pin"
 
 log = logging.getLogger("vllm.hsconnector.gather")
 
-DEVICE_BUFFER_BYTES = 32 << 20
-"""Each of the two device buffers that rows pass through on their way off a GPU."""
+BUFFER_BYTES = 4 << 20
+"""What one call takes on its way off a GPU; the worker asks for pieces of this size."""
+NUM_BUFFERS = 16
+"""Together what may leave the cache in one step: a copy is done only when the forward before it is."""
 PORTABLE = 1
 """`cudaHostRegisterPortable`: page-locked for every context, not only the one that asked."""
 
@@ -122,63 +125,61 @@ class HostGather:
 
 
 class DeviceGather:
-    """From a GPU's cache through two bounded device buffers into pinned host memory.
+    """From a GPU's cache through a few device buffers, used in turn, into pinned host memory.
 
     The gather runs on the compute stream, behind the steps that wrote the rows and before those that will write their
     blocks again; the copy to the host runs on a stream of its own. A buffer is used again only when its copy is done.
     """
 
-    def __init__(self, blocks: Blocks, buffer_bytes: int = DEVICE_BUFFER_BYTES) -> None:
+    def __init__(self, blocks: Blocks, buffer_bytes: int = BUFFER_BYTES, num_buffers: int = NUM_BUFFERS) -> None:
         view = blocks.view
         row_bytes = blocks.row_shape[0] * blocks.row_shape[1] * view.element_size()
         self._blocks = blocks
         self._rows = max(1, buffer_bytes // row_bytes)
-        shape = (self._rows, *blocks.row_shape)
-        self._buffers = [torch.empty(shape, dtype=view.dtype, device=view.device) for _ in range(2)]
-        self._tickets: list[torch.cuda.Event | None] = [None, None]
+        shape = (num_buffers, self._rows, *blocks.row_shape)
+        self._buffers = torch.empty(shape, dtype=view.dtype, device=view.device)
+        self._tickets: deque[Ticket] = deque([ARRIVED] * num_buffers)
+        """The last copy of each buffer, the buffer to use next in front."""
+        self._next = 0
         self._stream = torch.cuda.Stream(device=view.device)  # type: ignore[no-untyped-call]
 
     def largest(self) -> int:
-        return self._rows if self._free_buffer() is not None else 0
+        return self._rows if self._tickets[0].done() else 0
 
     def copy(self, table: Sequence[int], rows: range, out: torch.Tensor) -> Ticket:
-        index = self._free_buffer()
-        if index is None:
-            index = 0
-            self._wait(index)
-        buffer = self._buffers[index][: len(rows)]
+        self._tickets[0].wait()
+        buffer = self._buffers[self._next][: len(rows)]
         self._blocks.copy_rows(table, rows, buffer)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
             out.copy_(buffer, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        self._tickets[index] = event
-        return EventTicket(event)
-
-    def _free_buffer(self) -> int | None:
-        for index, event in enumerate(self._tickets):
-            if event is None or event.query():  # type: ignore[no-untyped-call]
-                return index
-        return None
-
-    def _wait(self, index: int) -> None:
-        event = self._tickets[index]
-        if event is not None:
-            event.synchronize()
+        ticket = EventTicket(event, buffer.device)
+        self._tickets.popleft()
+        self._tickets.append(ticket)
+        self._next = (self._next + 1) % len(self._tickets)
+        return ticket
 
 
 class EventTicket:
-    """A copy that a CUDA event stands for."""
+    """A copy that a CUDA event stands for.
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    The sender's thread asks too, and has no device of its own: without `device` the driver would make a context on the
+    first GPU, whichever this engine runs on.
+    """
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
 
 
 def gather_for(view: torch.Tensor, spec_block_size: int) -> Gather:
@@ -198,10 +199,9 @@ def rows_tensor(memory: mmap.mmap, offset: int, count: int, like: torch.Tensor) 
 
 
 def pin(memory: mmap.mmap, size: int, device: torch.device) -> Callable[[], None]:
-    """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it.
+    """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it, on whichever thread.
 
-    Called on a thread that has no device of its own: without `device` the driver would make a context on the first GPU,
-    whichever this engine runs on.
+    For the engine's thread: on another one it could fall into the capture of a CUDA graph and spoil it.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     cuda: Any = torch.cuda

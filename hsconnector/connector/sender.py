@@ -51,7 +51,9 @@ log = logging.getLogger("vllm.hsconnector.sender")
 MAX_BATCH_MESSAGES = 256
 MAX_BATCH_BYTES = 32 << 20
 MAX_LEDGER = 10_000
-"""Failures kept for a sidecar that is away; beyond that the oldest are only counted."""
+"""Failures kept for a sidecar that is away or slow; beyond that the oldest are only counted."""
+MAX_QUEUED = 10_000
+"""Messages that may wait for a slow sidecar before no capture begins any more."""
 RETRY_S = 1.0
 """How long a batch that nobody answered is sent again before the sidecar counts as lost."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
@@ -60,8 +62,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
 class Sender:
     """Ships what the worker queues. `pump` is one turn of its work; `start` runs turns on a thread of its own.
 
-    `on_ring` sees each new ring before it is used, to page-lock it for instance. `locks` are held from the beginning of
-    a capture to the sidecar's final answer.
+    `locks` are held from the beginning of a capture to the sidecar's final answer.
     """
 
     def __init__(
@@ -69,7 +70,6 @@ class Sender:
         producer: Producer,
         settings: ConnectorSettings,
         transport: Transport,
-        on_ring: Callable[[Ring], None] = lambda ring: None,
         now: Callable[[], float] = time.monotonic,
         locks: LockFiles | None = None,
     ) -> None:
@@ -77,7 +77,6 @@ class Sender:
         self._producer = producer
         self._settings = settings
         self._transport = transport
-        self._on_ring = on_ring
         self._now = now
         self._locks = locks
         self._lock = threading.Condition()
@@ -123,6 +122,10 @@ class Sender:
         with self._lock:
             if stream is None or stream is not self._stream:
                 self._record(Loss(info, *self._down))
+                return False
+            if len(stream.queue) >= MAX_QUEUED:
+                detail = f"{len(stream.queue)} messages wait for the sidecar's answer"
+                self._record(Loss(info, FailReason.OVERFLOW, detail))
                 return False
             stream.open[info.capture_id] = info
             if self._locks is not None:
@@ -266,6 +269,9 @@ class Sender:
         stream = self._stream
         if stream is None:
             return self._now() >= self._next_try and self._connect()
+        if self._ledger and len(stream.queue) < MAX_BATCH_MESSAGES:
+            with self._lock:
+                self._tell_ledger(stream)
         items = self._take_batch(stream)
         if not items and self._now() < self._last_sent + self._heartbeat(stream):
             return False
@@ -292,11 +298,7 @@ class Sender:
         with self._lock:
             stream = self._stream = Stream(accepted, ring)
             self._last_sent = self._now()
-            for loss in self._ledger.values():
-                stream.failing[loss.info.capture_id] = loss
-                self._queue(stream, Item(Open(loss.info)))
-                self._queue(stream, Item(Fail(loss.info.capture_id, loss.reason, loss.detail)))
-            self._ledger.clear()
+            self._tell_ledger(stream)
         return True
 
     def _new_ring(self) -> Ring:
@@ -307,9 +309,7 @@ class Sender:
                 ring = Ring.shared(self._settings.shm_dir, size)
             except RingError as error:
                 log.warning("no shared memory, rows travel in the body: %s", error)
-        ring = ring or Ring.private(size)
-        self._on_ring(ring)
-        return ring
+        return ring or Ring.private(size)
 
     def _check(self, accepted: ProducerAccepted, offer: RingOffer | None) -> None:
         """Refuses an answer that cannot be worked with."""
@@ -425,6 +425,13 @@ class Sender:
         while len(self._ledger) > MAX_LEDGER:
             self._ledger.popitem(last=False)
             self._forgotten += 1
+
+    def _tell_ledger(self, stream: Stream) -> None:
+        for loss in self._ledger.values():
+            stream.failing[loss.info.capture_id] = loss
+            self._queue(stream, Item(Open(loss.info)))
+            self._queue(stream, Item(Fail(loss.info.capture_id, loss.reason, loss.detail)))
+        self._ledger.clear()
 
     def _lose(self, reason: FailReason, detail: str) -> None:
         with self._lock:

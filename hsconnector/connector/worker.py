@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from hsconnector.connector.gather import Gather, Ticket, rows_tensor
+from hsconnector.connector.gather import BUFFER_BYTES, Gather, Ticket, rows_tensor
 from hsconnector.connector.reader import Capture, Reader
+from hsconnector.connector.ring import Ring
 from hsconnector.connector.sender import Sender, Stream
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Step
@@ -16,12 +17,12 @@ from hsconnector.protocol import Commit, FailReason
 
 __all__ = ["Worker"]
 
-CHUNK_BYTES = 4 << 20
-"""Rows are staged in pieces of about this size, so that shipping begins while reading goes on."""
-
 
 class Worker:
-    """The rank that reads and sends. `cache` is `[num_blocks, block, L, H]`; only its dtype and row shape are used."""
+    """The rank that reads and sends. `cache` is `[num_blocks, block, L, H]`; only its dtype and row shape are used.
+
+    `on_ring` sees the staging memory of each new stream before it is used, to page-lock it for instance.
+    """
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class Worker:
         sender: Sender,
         settings: ConnectorSettings,
         now: Callable[[], float] = time.monotonic,
+        on_ring: Callable[[Ring], None] = lambda ring: None,
     ) -> None:
         self.reader = Reader(block_size)
         self.sender = sender
@@ -38,6 +40,7 @@ class Worker:
         self._gather = gather
         self._settings = settings
         self._now = now
+        self._on_ring = on_ring
         self._stream: Stream | None = None
         self._copies: dict[str, Ticket] = {}
         """The last copy of each capture that may still be under way."""
@@ -56,7 +59,7 @@ class Worker:
 
     def _step(self, step: Step) -> None:
         now = self._now()
-        self._follow_stream()
+        self.follow_stream()
         ended = self.reader.apply(step, now)
         over = {info.capture_id for info, _, _ in ended}
         for info in step.begun:
@@ -94,8 +97,8 @@ class Worker:
         self.fail_all(FailReason.ENGINE_SHUTDOWN, "the engine shut down before every row was read")
         self.sender.close(timeout)
 
-    def _follow_stream(self) -> None:
-        """The captures of a stream that is gone have failed with it."""
+    def follow_stream(self) -> None:
+        """Takes the stream that is open now; the captures of one that is gone have failed with it."""
         self._copies = {name: ticket for name, ticket in self._copies.items() if not ticket.done()}
         stream = self.sender.stream
         if stream is self._stream:
@@ -106,10 +109,11 @@ class Worker:
         self._stream = stream
         self.reader.drop_all()
         if stream is not None:
+            self._on_ring(stream.ring)
             self._chunk_rows = self._rows_a_piece(stream)
 
     def _rows_a_piece(self, stream: Stream) -> int:
-        most = min(CHUNK_BYTES, self._settings.ring_bytes // 4)
+        most = min(BUFFER_BYTES, self._settings.ring_bytes // 4)
         if not stream.accepted.shm:
             most = min(most, stream.accepted.max_payload_bytes)
         return max(1, most // self.sender.row_bytes)

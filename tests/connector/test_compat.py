@@ -248,6 +248,14 @@ class TestScheduled:
         assert arrival.wish() == Wish()
         assert seen == [({"hidden_states": {}}, "a")]
 
+    def test_one_that_cannot_be_read_is_its_own_problem(self) -> None:
+        broken, sound = new_request("a", [1, 2], lora_request=object()), new_request("b", [1, 2])
+        first, second = scheduled(self.output(broken, sound), 0, wish_all).arrivals
+        assert (second.request_id, second.wish().problem) == ("b", None)
+        problem = first.wish().problem
+        assert first.request_id == "a" and problem is not None
+        assert problem[0] is FailReason.INTERNAL_ERROR and "lora_name" in problem[1]
+
     @pytest.mark.parametrize(
         ("changes", "text"),
         [

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsconnector.connector.gather import Blocks, DeviceGather, HostGather, gather_for, rows_tensor
+from hsconnector.connector.gather import NUM_BUFFERS, Blocks, DeviceGather, HostGather, gather_for, rows_tensor
 from hsconnector.errors import LayoutError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -188,6 +188,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(made))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
     monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(torch.cuda, "device", made.on)
     return made
 
 
@@ -196,7 +197,7 @@ class TestDeviceBuffers:
 
     def gather(self) -> tuple[torch.Tensor, DeviceGather]:
         view = cache(9, 4, 2, 3)
-        return view, DeviceGather(Blocks(view, 4), buffer_bytes=8 * 24)
+        return view, DeviceGather(Blocks(view, 4), buffer_bytes=8 * 24, num_buffers=2)
 
     def test_two_buffers_then_later(self, device: Device) -> None:
         view, gather = self.gather()
@@ -211,6 +212,18 @@ class TestDeviceBuffers:
         assert gather.largest() == 8
         for i, out in enumerate(outs):
             assert torch.equal(out, oracle(view, 4, [1, 2, 3, 4], range(8 * i, 8 * i + 8)))
+
+    def test_a_step_takes_as_many_pieces_as_there_are_buffers(self, device: Device) -> None:
+        """No copy is done before the forward that it waits for: what does not fit must wait for the next step."""
+        view = cache(9, 4, 2, 3)
+        gather = DeviceGather(Blocks(view, 4), buffer_bytes=4 * 24)
+        outs = []
+        while gather.largest():
+            outs.append(torch.empty(4, 2, 3))
+            gather.copy([1 + len(outs) % 8], range(4), outs[-1])
+        assert len(outs) == NUM_BUFFERS
+        for number, out in enumerate(outs, 1):
+            assert torch.equal(out, oracle(view, 4, [1 + number % 8], range(4)))
 
     def test_a_buffer_is_waited_for_before_it_is_used_again(self, device: Device) -> None:
         _, gather = self.gather()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hsconnector.connector import sender as sender_module
-from hsconnector.connector.sender import MAX_LEDGER, Sender
+from hsconnector.connector.sender import MAX_LEDGER, MAX_QUEUED, Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.errors import SidecarRefused, SidecarUnreachable
@@ -162,6 +162,20 @@ class TestShipping:
 
 
 class TestLedger:
+    def test_what_an_answering_but_slow_sidecar_has_not_heard_is_bounded(self, moody: Lab) -> None:
+        """Beyond the bound a capture fails at once, and is told so when there is room again."""
+        stream = moody.sender.stream
+        assert stream is not None
+        for index in range(MAX_QUEUED + 3 * MAX_LEDGER):
+            moody.sender.begin(stream, capture(index))
+        assert len(stream.queue) == MAX_QUEUED and len(stream.open) == MAX_QUEUED
+        assert len(moody.sender._ledger) == MAX_LEDGER
+        ship(moody)
+        assert moody.sender.idle and len(stream.queue) == 0
+        found = [c for c in moody.twin.captures.values() if c.reason is FailReason.OVERFLOW]
+        assert len(found) == MAX_LEDGER
+        assert all(f"{MAX_QUEUED} messages wait for the sidecar's answer" in c.detail for c in found)
+
     def test_the_ledger_is_bounded(self, moody: Lab, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
         twin(moody).trouble = SidecarUnreachable("away")
         moody.whole(4)
@@ -403,10 +417,11 @@ class TestBugs:
         assert transport.captures[later.capture_id].state is CaptureState.READY
 
     def test_a_bug_while_connecting_is_no_flood(self, caplog: pytest.LogCaptureFixture) -> None:
-        def broken(ring: object) -> None:
-            raise ZeroDivisionError("pin")
+        class Broken(InMemoryTransport):
+            def open(self, producer: Producer) -> ProducerAccepted:
+                raise ZeroDivisionError("open")
 
-        sender = Sender(producer(), ConnectorSettings(transport="http"), InMemoryTransport(), broken)
+        sender = Sender(producer(), ConnectorSettings(transport="http"), Broken())
         sender.start()
         time.sleep(0.5)
         sender.close(1)

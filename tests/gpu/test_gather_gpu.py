@@ -95,10 +95,10 @@ def test_writes_queued_before_are_seen(pinned: Ring) -> None:
     assert (out == 3.0).all()
 
 
-def test_two_buffers_and_no_more_memory(pinned: Ring) -> None:
+def test_its_buffers_and_no_more_memory(pinned: Ring) -> None:
     _, view = on_gpu(512, 16, 5, 1024)
     row_bytes = 5 * 1024 * 2
-    gather = DeviceGather(Blocks(view, 16), buffer_bytes=256 * row_bytes)
+    gather = DeviceGather(Blocks(view, 16), buffer_bytes=256 * row_bytes, num_buffers=2)
     torch.cuda.synchronize(DEVICE)
     before = torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
@@ -123,8 +123,12 @@ def test_a_whole_capture_through_the_worker() -> None:
     )
     settings = ConnectorSettings(transport="http", ring_bytes=1 << 20)
     transport = InMemoryTransport()
-    sender = Sender(producer, settings, transport, lambda ring: ring.before_unmap(pin(ring.memory, ring.size, DEVICE)))
-    worker = Worker(view, 16, gather_for(view, 16), sender, settings)
+    sender = Sender(producer, settings, transport)
+
+    def lock_pages(ring: Ring) -> None:
+        ring.before_unmap(pin(ring.memory, ring.size, DEVICE))
+
+    worker = Worker(view, 16, gather_for(view, 16), sender, settings, on_ring=lock_pages)
     sender.start()
     count = 3000
     table = tuple(range(1, 1 + -(-count // 16)))
