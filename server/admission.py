@@ -4,6 +4,9 @@ The answer to a batch that does not fit is held back while retention, consumers 
 staging memory stays taken, so its own `on_overflow` decides (`wait`: rows stay in the engine's blocks, `drop`: captures
 fail as `overflow`). A store that stays full for `full_wait_s`, or half of what the producer waits for an answer, fails
 captures as `disk_full` without further delay until there is room again, so no producer is slowed without bound.
+
+There is room again when a shard has left, or a whole capture has got its place. What a failed capture gives back is
+none: the next one would fill it and wait once more.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Admission:
         metrics: Metrics,
         wait_s: float,
         write: Callable[[Callable[[int], bool], int], Awaitable[bool]],
+        turnover: Callable[[], int],
     ) -> None:
         self._store = store
         self._retention = retention
@@ -43,7 +47,9 @@ class Admission:
         self._metrics = metrics
         self._wait_s = wait_s
         self._write = write
-        self._full_since: float | None = None
+        self._turnover = turnover
+        self._full_since, self._full_at = 0.0, -1
+        """When the store was found full, and what its turnover was then."""
 
     async def wait_for_room(self, stream: Stream, batch: Batch) -> None:
         """Returns when the batch fits, when the store has been full for too long, or when it can never fit."""
@@ -56,18 +62,15 @@ class Admission:
             return
         self._metrics.full_waits.inc()
         clock = asyncio.get_running_loop().time
-        if self._full_since is None:
-            self._full_since = clock()
+        if self._full_at != self._turnover():
+            self._full_since, self._full_at = clock(), self._turnover()
         deadline = self._full_since + min(self._wait_s, stream.producer.patience_s / 2)
         while (left := deadline - clock()) > 0 and not self._waiters.closing:
             if await self._waiters.until(ROOM, lambda: self._fits(more), bool, min(left, POLL_S)):
                 return
 
     async def _fits(self, more: int) -> bool:
-        fits = await self._write(self._retention.make_room, more)
-        if fits:
-            self._full_since = None
-        return fits
+        return await self._write(self._retention.make_room, more)
 
 
 def bytes_needed(stream: Stream, batch: Batch) -> int:

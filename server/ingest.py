@@ -82,6 +82,8 @@ class Ingest:
         self.announce = announce
         self.troubles: dict[str, str] = {}
         """What cannot be written at the moment, and why; empty when all is well."""
+        self.turnover = 0
+        """Bytes of shards that have got their place or left it, ever; read from any thread."""
         self.streams: dict[str, Stream] = {}
         self._owners: dict[str, Stream] = {}
         self._finished: list[Record] = []
@@ -156,6 +158,7 @@ class Ingest:
         if known is None or known.state not in (CaptureState.READY, CaptureState.QUARANTINED, CaptureState.FAILED):
             return False
         self.store.remove(known.capture_id, known.size)
+        self.turnover += known.size
         self._expire(msgspec.structs.replace(known, reason=reason or known.reason), detail)
         return True
 
@@ -301,6 +304,7 @@ class Ingest:
         )
         capture.assembly.finish(outcome.state)
         self.store.used += published.size - capture.reserved
+        self.turnover += published.size
         del stream.open[capture_id], self._owners[capture_id]
         self._finish(
             msgspec.structs.replace(

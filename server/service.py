@@ -43,7 +43,7 @@ from server.refusals import Refusal
 from server.retention import Limits, Retention
 from server.settings import Settings
 from server.store import Store
-from server.streams import read_producer
+from server.streams import producer_named, read_producer
 from server.waiting import LEASES, ROOM, Waiters
 
 __all__ = ["Sidecar"]
@@ -109,6 +109,12 @@ class Sidecar:
         """Opens a stream; raises `ProtocolError` or `Refusal`."""
         producer = read_producer(body)
         return await self._write(self._ingest.register, producer)
+
+    def hear(self, body: bytearray) -> None:
+        """Notes that the stream of a batch lives while the batch's body is still arriving."""
+        stream = self._ingest.streams.get(producer_named(body) or "")
+        if stream is not None:
+            stream.touch()
 
     async def ingest(self, body: bytes | bytearray) -> BatchAnswer:
         """Takes one framed batch; raises `ProtocolError` or `Refusal`."""
@@ -230,7 +236,13 @@ class Sidecar:
         )
         self.store.make_room = retention.make_room
         self._admission = Admission(
-            self.store, retention, self.waiters, self.metrics, settings.full_wait_s, self._write
+            self.store,
+            retention,
+            self.waiters,
+            self.metrics,
+            settings.full_wait_s,
+            self._write,
+            lambda: self._ingest.turnover,
         )
         self.lending = Lending(
             self._leases, retention, self.catalog, self.waiters, self._write, self._ingest.settle, self._announce

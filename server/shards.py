@@ -240,7 +240,7 @@ class ShardWriter:
     def publish(
         self, folder: Path, token_ids: bytes, *, content_hash: str, finish_reason: str, durable: bool
     ) -> Published:
-        """Completes the file and gives it its name in `folder`."""
+        """Completes the file and gives it its name in `folder`; after an OSError it has none, `abort` tidies up."""
         _write(self._fd, memoryview(token_ids), self.bytes_written)
         self._hash.update(token_ids)
         self.metadata |= {
@@ -253,6 +253,8 @@ class ShardWriter:
         if durable:
             os.fsync(self._fd)
         status = os.fstat(self._fd)
+        # Some file systems say only here that there was no room; then the name must not be there yet.
+        self._close()
         path = folder / f"{self.metadata['capture_id']}.safetensors"
         self.path.rename(path)
         try:
@@ -261,13 +263,14 @@ class ShardWriter:
         except OSError:
             path.unlink()
             raise
-        self._close()
         return Published(path, self.metadata["data_hash"], status.st_size, status.st_mtime_ns)
 
     def abort(self) -> None:
         """Leaves nothing behind."""
-        self._close()
-        self.path.unlink(missing_ok=True)
+        try:
+            self._close()
+        finally:
+            self.path.unlink(missing_ok=True)
 
     def _take_back(self, length: int, offset: int) -> None:
         if len(self._buffer) < length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from hsconnector.protocol import (
     MAX_TEXT_BYTES,
     MAX_TEXTS_BYTES,
     PROTOCOL_VERSION,
+    Batch,
     BatchAnswer,
     CaptureInfo,
     Producer,
     decode,
+    encode,
     is_capture_id,
 )
 from server.assembler import Assembly
@@ -26,13 +29,18 @@ from server.rings import Ring
 from server.shards import ShardWriter
 from server.verdict import Judge
 
-__all__ = ["LARGEST", "MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "read_producer"]
+__all__ = ["LARGEST", "MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "producer_named", "read_producer"]
 
 MAX_ROW_BYTES = 64 << 20
 """A longer row is refused: one row is judged in memory."""
+MAX_SLOTS = 1024
+"""More layers than any model has; every slot is judged, and told of in the index, on its own."""
 MAX_NAME_BYTES = 4096
 MAX_REQUEST_ID_BYTES = 64 << 10
 LARGEST = 2**53
+_NO_ID = "0" * 32
+_BEFORE_ID, _ = encode(Batch(_NO_ID, 0)).split(_NO_ID.encode(), 1)
+_ID_AT = 8 + len(_BEFORE_ID)
 
 
 @dataclass
@@ -72,6 +80,13 @@ class Stream:
             ring.close()
 
 
+def producer_named(body: bytearray) -> str | None:
+    """The stream that a batch is of, told from the beginning of its body; None where that does not tell yet."""
+    if len(body) < _ID_AT + len(_NO_ID) or body[8:_ID_AT] != _BEFORE_ID:
+        return None
+    return body[_ID_AT : _ID_AT + len(_NO_ID)].decode("ascii", "replace")
+
+
 def read_producer(body: bytes) -> Producer:
     """A producer that makes sense; raises `Refusal` or `ProtocolError`."""
     try:
@@ -90,6 +105,8 @@ def _check_producer(producer: Producer) -> None:
     ids = list(producer.layer_ids)
     if producer.dtype not in DTYPE_BYTES:
         raise unprocessable("dtype", f"dtype {producer.dtype[:64]!r} is none of {', '.join(DTYPE_BYTES)}")
+    if len(ids) > MAX_SLOTS:
+        raise unprocessable("layer_ids", f"there are {len(ids)} layer ids, the most is {MAX_SLOTS}")
     if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] > producer.num_layers:
         raise unprocessable(
             "layer_ids",
@@ -99,8 +116,10 @@ def _check_producer(producer: Producer) -> None:
         raise unprocessable("hidden_size", f"hidden_size is {producer.hidden_size}, it must be 1 or more")
     if producer.row_bytes > MAX_ROW_BYTES or producer.num_layers > LARGEST:
         raise unprocessable("hidden_size", f"a row has {producer.row_bytes} bytes, the most is {MAX_ROW_BYTES}")
-    if not producer.patience_s > 0:
-        raise unprocessable("patience_s", f"patience_s is {producer.patience_s}, it must be more than 0 seconds")
+    if not 0 < producer.patience_s < math.inf:
+        raise unprocessable(
+            "patience_s", f"patience_s is {producer.patience_s}, it must be a finite number of seconds, more than 0"
+        )
     for name in ("engine_id", "model", "model_revision", "vllm_version"):
         length = len(getattr(producer, name).encode())
         if length > MAX_NAME_BYTES:

@@ -18,6 +18,8 @@ largest signed element of a slot tell at memory speed whether it is finite, whet
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,16 +260,16 @@ def _spread(size: int) -> npt.NDArray[np.int64]:
 
 
 def _refine(bits: npt.NDArray[Any], group: list[int], probe: npt.NDArray[np.int64]) -> list[list[int]]:
-    parts: list[list[int]] = []
-    rest = group
-    while len(rest) > 1:
-        leader, *others = rest
-        first, whole = bits[0, leader, probe], bits[:, leader]
-        equal = [s for s in others if np.array_equal(bits[0, s, probe], first) and np.array_equal(bits[:, s], whole)]
-        if equal:
-            parts.append([leader, *equal])
-        rest = [slot for slot in others if slot not in equal]
-    return parts
+    """The slots of a group that are equal in these rows too, by groups of two and more; linear in the slots."""
+    probed = _alike(group, lambda slot: bits[0, slot, probe].tobytes())
+    return [equal for slots in probed for equal in _alike(slots, lambda slot: bits[:, slot].tobytes())]
+
+
+def _alike(slots: list[int], look: Callable[[int], bytes]) -> list[list[int]]:
+    by_look: dict[bytes, list[int]] = defaultdict(list)
+    for slot in slots:
+        by_look[look(slot)].append(slot)
+    return [same for same in by_look.values() if len(same) > 1]
 
 
 def _finite(value: float) -> float | None:

@@ -26,5 +26,5 @@ async def register(request: Request, sidecar: Served) -> Response:
 @router.post("/v1/ingest", openapi_extra=_BODY)
 async def ingest(request: Request, sidecar: Served) -> Response:
     """Takes a framed `Batch`, answered by a `BatchAnswer`."""
-    body = await read_body(request, sidecar.body_limit)
+    body = await read_body(request, sidecar.body_limit, sidecar.hear)
     return Response(encode(await sidecar.ingest(body)), media_type=MSGPACK)

@@ -12,7 +12,7 @@ from hsconnector.protocol import MAX_TEXT_BYTES, CaptureState
 from server.catalog import Filter
 from server.leases import Ack, LeaseFilter, Wanted
 from server.retention import Limits, Selection
-from server.routes.deps import Served, Wait
+from server.routes.deps import JsonRoute, Served, Wait
 from server.settings import Evict
 
 __all__ = ["router"]
@@ -20,7 +20,7 @@ __all__ = ["router"]
 MAX_CAPTURES = 1000
 LISTED = 1000
 
-router = APIRouter(tags=["leases"])
+router = APIRouter(tags=["leases"], route_class=JsonRoute)
 
 
 def _short(text: str) -> str:

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.routes.deps import Served
+from server.routes.deps import JsonRoute, Served
 
 __all__ = ["router"]
 
@@ -29,7 +29,7 @@ SHOWN = (
     "path",
 )
 
-router = APIRouter(tags=["captures"])
+router = APIRouter(tags=["captures"], route_class=JsonRoute)
 
 
 class Lookup(BaseModel):

@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from typing import Any
 
 import httpx
 import pytest
 
+from server.routes.deps import MAX_JSON_BYTES
 from server.waiting import Waiters
 from tests.server.engine import Engine
 from tests.sidecar import SidecarThread
@@ -43,6 +45,23 @@ def test_errors_have_one_shape(http: httpx.Client, method: str, path: str, statu
     error = answer.json()["error"]
     assert answer.status_code == error["code"] == status
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_no_route_reads_json_without_bound(http: httpx.Client) -> None:
+    """Each route that says it takes JSON, by its length and, where it has none, as it comes."""
+    paths = http.get("/openapi.json").json()["paths"]
+    taking = [path for path, verbs in paths.items() if "application/json" in _body_of(verbs.get("post", {}))]
+    assert {"/v1/leases", "/v1/leases/{lease_id}/ack", "/v1/captures:lookup", "/v1/captures:collect"} <= set(taking)
+    huge = b'{"consumer": "' + b"x" * MAX_JSON_BYTES + b'"}'
+    for path in taking:
+        for content in (huge, (huge[at : at + (1 << 16)] for at in range(0, len(huge), 1 << 16))):
+            answer = http.post(path, content=content, headers={"content-type": "application/json"})
+            assert (path, answer.status_code, answer.json()["error"]["type"]) == (path, 413, "body_too_large")
+
+
+def _body_of(verb: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = verb.get("requestBody", {}).get("content", {})
+    return found
 
 
 def test_every_metric_is_there_at_zero(http: httpx.Client) -> None:

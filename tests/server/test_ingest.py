@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -272,6 +274,34 @@ def test_a_body_of_unknown_length_is_cut_off(tmp_path: Path) -> None:
         running.stop()
 
 
+@pytest.mark.parametrize("first", [60, 5], ids=["at-once", "in-pieces"])
+def test_a_body_that_keeps_growing_is_no_silence(tmp_path: Path, first: int) -> None:
+    """Uploading takes three times as long as a producer may be silent; `first` bytes come before the first pause."""
+    running = start_sidecar(tmp_path / "store", heartbeat_s=0.4)
+    try:
+        with Engine(running.url) as engine:
+            name = engine.open()
+            values = rows_of(2000)
+            batch = Batch(engine.accepted.producer_id, 1, (Rows(name, 0, len(values), Span(0, values.nbytes)),))
+            body = b"".join(encode_batch(batch, [values.tobytes()]))
+
+            def slowly() -> Iterator[bytes]:
+                yield body[:first]
+                step = len(body) // 24 + 1
+                for start in range(first, len(body), step):
+                    time.sleep(0.05)
+                    yield body[start : start + step]
+
+            answer = engine.http.post("/v1/ingest", content=slowly(), headers={"content-length": str(len(body))})
+            assert answer.status_code == 200, answer.text
+            assert state_of(engine.http, name) == ("receiving", None)
+            while state_of(engine.http, name)[0] == "receiving":
+                time.sleep(0.05)
+            assert state_of(engine.http, name) == ("failed", "engine_lost"), "silence after the body is silence"
+    finally:
+        running.stop()
+
+
 # ---- registering
 
 
@@ -287,7 +317,15 @@ def test_a_body_of_unknown_length_is_cut_off(tmp_path: Path) -> None:
         ({"layer_ids": (0, 1, 2, 3, 5)}, 422, "bad_producer", "within 0..4"),
         ({"hidden_size": 0}, 422, "bad_producer", "hidden_size is 0"),
         ({"hidden_size": 1 << 40}, 422, "bad_producer", "a row has"),
+        (
+            {"layer_ids": tuple(range(1025)), "num_layers": 2000},
+            422,
+            "bad_producer",
+            "1025 layer ids, the most is 1024",
+        ),
+        ({"patience_s": 0.0}, 422, "bad_producer", "patience_s is 0.0"),
         ({"patience_s": float("nan")}, 422, "bad_producer", "patience_s is nan"),
+        ({"patience_s": float("inf")}, 422, "bad_producer", "patience_s is inf"),
         ({"model": "x" * 5000}, 422, "bad_producer", "model has 5000 bytes"),
     ],
 )

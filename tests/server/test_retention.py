@@ -324,3 +324,21 @@ def test_a_disk_that_is_full_makes_room_too(tmp_path: Path, monkeypatch: pytest.
             assert shard_bytes(running.store) <= 200_000
     finally:
         running.stop()
+
+
+@limits("limited", [{"captures": 2.5, "full_wait_s": 0.5}], indirect=True)
+def test_a_store_that_is_full_again_slows_its_producer_again(limited: Limited) -> None:
+    """Room came by a consumer's deletions; what a failed capture gives back is none, and delays nobody again."""
+
+    def refused() -> float:
+        begun = time.monotonic()
+        name = limited.engine.open(num_prompt_tokens=20)
+        assert limited.engine.rows(name, ROWS).reason is FailReason.DISK_FULL
+        return time.monotonic() - begun
+
+    for _ in range(2):
+        for _ in range(2):
+            assert limited.state(limited.engine.capture(ROWS)) == "ready"
+        assert refused() >= 0.5
+        assert sum(refused() for _ in range(5)) < 5 * 0.5
+        limited.ack(limited.take(count=2), delete=True)

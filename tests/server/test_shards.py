@@ -155,6 +155,29 @@ def test_the_partial_file_has_another_name_and_goes_with_abort(tmp_path: Path) -
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("how", ["publish", "abort"])
+def test_a_disk_that_is_full_at_close_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """File systems that allot late (NFS, quotas) say ENOSPC at close; then no name is given and nothing stays."""
+    writer = ShardWriter(tmp_path, producer(), about(), inspect=lambda _: None, buffer=bytearray())
+    writer.append(memoryview(rows_of(3).tobytes()), 3)
+    fd, real = writer._fd, os.close
+
+    def close(number: int) -> None:
+        real(number)
+        if number == fd:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", close)
+        with pytest.raises(OSError, match="No space left"):
+            if how == "abort":
+                writer.abort()
+            writer.publish(tmp_path, pack_token_ids(range(3)), content_hash="", finish_reason="", durable=False)
+    if how == "publish":
+        writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_what_was_read_back_is_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that changes after the write must not be what is hashed."""
     seen = bytearray()
