@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hsconnector.client import CaptureRecord
 from hsconnector.errors import HSConnectorError
 from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
-from hsconnector.extraction.ledger import Ledger
+from hsconnector.extraction.ledger import Fate, Ledger
 from hsconnector.extraction.prompts import Missing, Prompt
 from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import CaptureUnfit, Target, judge
@@ -25,6 +25,8 @@ __all__ = ["Extraction", "ExtractionStopped", "Order"]
 
 _CHUNK = 128
 """Rows read, hashed and looked up together."""
+_LOOKED_UP = 500
+"""Captures looked up together at the end."""
 _LONGEST_PAUSE_S = 15.0
 
 
@@ -54,6 +56,16 @@ class Order:
     def patience(self) -> int:
         """Rows that may fail one after the other before the run stops."""
         return max(10, 2 * self.concurrency)
+
+
+@dataclass(frozen=True, slots=True)
+class _Booked:
+    """What is kept of a row whose capture is there."""
+
+    row: int
+    sample_id: str
+    tokens: int
+    fate: Fate
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,8 @@ class Extraction:
         """Content hashes, and the row each was first met in."""
         self._failed: set[int] = set()
         self._repeats: list[tuple[Prompt, int]] = []
-        self._captured: list[str] = []
+        self._booked: dict[str, _Booked] = {}
+        """By content hash."""
 
     async def run(self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None] = lambda _: None) -> None:
         """Captures what is not there yet; `taken` is told each prompt, in order.
@@ -107,9 +120,9 @@ class Extraction:
             if ours is None:
                 raise
             raise _first(ours) from None
-        self._settle_repeats()
         await self._await_leftovers()
-        await self._remove_doubles()
+        await self._look_again()
+        self._settle_repeats()
 
     async def _await_leftovers(self, sample_id: str | None = None) -> None:
         """Waits for captures that an earlier run, or an earlier attempt, began."""
@@ -143,6 +156,7 @@ class Extraction:
         if any(record.state is CaptureState.READY for record in records):
             await self._keep_oldest(records)
             self.ledger.stored(prompt)
+            self._booked[digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), Fate.STORED)
             return None
         unsound = [record for record in records if record.state is CaptureState.QUARANTINED]
         attempts = self._order.attempts - len(unsound)
@@ -202,8 +216,9 @@ class Extraction:
         return any(record.state is CaptureState.READY for record in records)
 
     def _book(self, ask: _Ask) -> None:
-        self._captured.append(ask.digest)
-        self.ledger.captured(ask.prompt)
+        prompt = ask.prompt
+        self.ledger.captured(prompt)
+        self._booked[ask.digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), Fate.CAPTURED)
         self._changed()
 
     def _fail(self, prompt: Prompt, reason: str, *, in_vain: bool = False) -> None:
@@ -226,12 +241,28 @@ class Extraction:
                 self.ledger.repeated(prompt)
         self._changed()
 
-    async def _remove_doubles(self) -> None:
-        """A request that was cut may have been captured all the same; of such a pair the older one stays."""
-        for records in (await self._sidecar.lookup(self._captured)).values():
-            await self._keep_oldest(records)
+    async def _look_again(self) -> None:
+        """What is there now, at the end: retention may have taken what was booked, a cut request come to an end."""
+        digests = iter(list(self._booked))
+        while piece := list(itertools.islice(digests, _LOOKED_UP)):
+            for digest, records in (await self._sidecar.lookup(piece)).items():
+                if any(record.state is CaptureState.READY for record in records):
+                    await self._keep_oldest(records)
+                else:
+                    self._lose(self._booked[digest], records)
+            self._changed()
+
+    def _lose(self, booked: _Booked, records: list[CaptureRecord]) -> None:
+        why = f": {records[-1].detail}" if records and records[-1].detail else ""
+        reason = (
+            f"was {booked.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a larger "
+            "--quota or --ttl-s, or extract in parts"
+        )
+        self._failed.add(booked.row)
+        self.ledger.lost(Missing(booked.row, booked.sample_id, reason), booked.fate, booked.tokens)
 
     async def _keep_oldest(self, records: list[CaptureRecord]) -> None:
+        """A request that was cut may have been captured all the same; of such a pair the older one stays."""
         ready = [record for record in records if record.state is CaptureState.READY]
         kept: set[tuple[str, str]] = set()
         for record in sorted(ready, key=lambda record: record.capture_id):

@@ -76,6 +76,12 @@ class Ledger:
         self.missing.append(missing)
         self.failed_in_a_row += in_vain
 
+    def lost(self, missing: Missing, fate: Fate, tokens: int) -> None:
+        """A row booked as stored or captured, with so many tokens, whose capture is not there any more."""
+        self.counts[fate] -= 1
+        self.tokens -= tokens if fate is Fate.CAPTURED else 0
+        self.failed(missing)
+
     def sentence(self) -> str:
         """What became of how many rows."""
         captured = f"{self.counts[Fate.CAPTURED]} captured ({self.tokens} tokens)"

@@ -89,6 +89,8 @@ def judge(record: CaptureRecord | None, prompt: Prompt, target: Target, *, waite
     if record.state is CaptureState.FAILED:
         detail = f" ({record.detail})" if record.detail else ""
         raise CaptureUnfit(f"{name} failed: {record.reason}{detail}", again=record.reason not in _FINAL_REASONS)
+    if record.state is CaptureState.EXPIRED:
+        raise CaptureUnfit(f"{name} was removed: {record.detail}", again=True)
     if record.content_hash != target.content_hash(prompt.token_ids):
         raise CaptureUnfit(f"{name} is of something else: {_difference(record, prompt, target)}", again=False)
     if record.state is CaptureState.QUARANTINED:

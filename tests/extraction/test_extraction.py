@@ -23,7 +23,7 @@ from hsconnector.extraction.extraction import Extraction, ExtractionStopped, Ord
 from hsconnector.extraction.ledger import Fate, Ledger
 from hsconnector.extraction.prompts import Missing, Prompt, PromptReader
 from hsconnector.extraction.sidecar import Sidecar
-from hsconnector.extraction.target import Target, choose_target
+from hsconnector.extraction.target import CaptureUnfit, Target, choose_target, judge
 from hsconnector.protocol import CaptureState, new_capture_id
 from tests.extraction.fake_engine import LAYERS, MAX_MODEL_LEN, FakeEngine
 from tests.sidecar import SidecarThread, start_sidecar
@@ -298,6 +298,53 @@ def test_second_captures_of_a_sample_are_removed_the_older_stays(sidecar: Sideca
     states = {r.capture_id: r.state for r in captures(sidecar, "doubled")}
     assert [states[name] for name in sorted(states)] == [CaptureState.READY, CaptureState.EXPIRED]
     assert [r.state for r in captures(sidecar, "doubled-elsewhere")] == [CaptureState.READY]
+
+
+def test_what_the_sidecar_removed_before_the_end_is_listed(tmp_path: Path) -> None:
+    """A store of eight captures, and 24 rows: of which the first were there, and the last repeats one of them."""
+    small = start_sidecar(tmp_path / "store", quota=8 * 2048, evict="oldest")
+    engine = FakeEngine(small.url)
+    try:
+        rows = fresh_rows(24)
+        assert Run([engine.url], small.url, "small")(rows[:4]).complete
+        ledger = Run([engine.url], small.url, "small", concurrency=2)([*rows, rows[0]])
+        ready = {r.sample_id for r in captures(small, "small") if r.state is CaptureState.READY}
+        assert 0 < len(ready) < 20
+        lost = {str(row) for row in range(24)} - ready
+        assert {"0", "1", "2", "3"} < lost
+        lines = {missing.sample_id: str(missing) for missing in ledger.missing}
+        assert set(lines) == lost | {"24"}
+        assert lines["0"].startswith("row 0: was stored, and is not in the sidecar any more")
+        assert lines["4"].startswith("row 4: was captured, and is not in the sidecar any more")
+        assert "it was among the oldest" in lines["4"]
+        assert lines["24"] == "row 24: has the tokens of row 0, which failed"
+        assert not ledger.complete
+        assert ledger.counts == {Fate.CAPTURED: len(ready), Fate.STORED: 0, Fate.FAILED: len(lines)}
+        assert ledger.tokens == sum(len(rows[int(row)]["input_ids"]) for row in ready)  # type: ignore[arg-type]
+    finally:
+        engine.stop()
+        small.stop()
+
+
+@pytest.mark.parametrize("state", CaptureState)
+def test_only_a_ready_capture_is_taken(state: CaptureState) -> None:
+    """One that retention removed while it was waited for has the right hash and the right number of rows."""
+    prompt, target = Prompt(0, "0", (1, 2, 3), (1, 1, 1)), Target("tiny", "", LAYERS)
+    record = CaptureRecord(
+        capture_id=new_capture_id(),
+        state=state,
+        content_hash=target.content_hash(prompt.token_ids),
+        num_rows=3,
+        detail="removed to make room",
+    )
+    if state is CaptureState.READY:
+        judge(record, prompt, target, waited_s=1)
+        return
+    with pytest.raises(CaptureUnfit, match=f"its capture {record.capture_id}") as unfit:
+        judge(record, prompt, target, waited_s=1)
+    assert unfit.value.again
+    if state is CaptureState.EXPIRED:
+        assert str(unfit.value).endswith("was removed: removed to make room")
 
 
 def test_a_run_stops_when_nothing_works_any_more(sidecar: SidecarThread, engine: FakeEngine) -> None:
