@@ -313,6 +313,18 @@ def test_reset_of_the_caches_fails_what_is_open(rig: Rig) -> None:
     assert rig.reason(rig.engine.results[request_id]) == "cache_reset"
 
 
+def test_an_engine_that_is_reset_first_takes_the_last_step(rig: Rig) -> None:
+    """In one process nothing steps after the last answer; the README says how."""
+    rig.engine.settle()
+    rig.engine.add(tokens(100, seed=17), max_tokens=1)
+    while rig.engine.llm.has_unfinished_requests():
+        rig.engine.step()
+    assert rig.engine.scheduler.has_requests()
+    assert rig.engine.scheduler.reset_prefix_cache() is False
+    rig.engine.settle()
+    assert rig.engine.scheduler.reset_prefix_cache() is True
+
+
 def test_preempted_and_back_within_one_step(rig: Rig) -> None:
     """`reset_prefix_cache(reset_running_requests=True)`: the table is replaced, the cursor kept."""
     prompt = tokens(700, seed=16)
