@@ -42,20 +42,12 @@ def choose_entries(
     """The entries in their order; raises SettingsError, CaptureNotFound."""
     about = _common(found)
     rows = [] if data is None else _rows_of(Path(data), about)
-    entries = _by_name(found, {row.content_hash: row for row in rows})
-    if sample_ids is not None:
-        wanted = [(name, entries.get(name)) for name in sample_ids]
-    elif data is not None:
-        by_content = {entry.places[0].record.content_hash: entry for entry in entries.values()}
-        wanted = [
-            (
-                row.sample_id,
-                Entry(row.sample_id, entry.places, row) if (entry := by_content.get(row.content_hash)) else None,
-            )
-            for row in rows
-        ]
+    if data is not None and sample_ids is None:
+        wanted = _by_row(found, rows)
     else:
-        wanted = [(name, entries[name]) for name in sorted(entries, key=_natural)]
+        entries = _by_name(found, {row.content_hash: row for row in rows})
+        names = sorted(entries, key=_natural) if sample_ids is None else sample_ids
+        wanted = [(name, entries.get(name)) for name in names]
     absent = [name for name, entry in wanted if entry is None]
     if absent and missing == "error":
         listed = ", ".join(map(repr, absent[:_NAMED])) + (", …" if len(absent) > _NAMED else "")
@@ -64,6 +56,18 @@ def choose_entries(
             'with missing="skip"'
         )
     return [entry for _, entry in wanted if entry is not None]
+
+
+def _by_row(found: Sequence[Place], rows: Sequence[DataRow]) -> list[tuple[str, Entry | None]]:
+    """Every row with the copies of its content, whatever sample ids and data sets they were captured under."""
+    places: dict[str, list[Place]] = defaultdict(list)
+    for place in found:
+        places[place.record.content_hash].append(place)
+    copies = {content: _newest(same) for content, same in places.items()}
+    return [
+        (row.sample_id, Entry(row.sample_id, copies[row.content_hash], row) if row.content_hash in copies else None)
+        for row in rows
+    ]
 
 
 def _by_name(found: Sequence[Place], rows: Mapping[str, DataRow]) -> dict[str, Entry]:
@@ -76,11 +80,16 @@ def _by_name(found: Sequence[Place], rows: Mapping[str, DataRow]) -> dict[str, E
         datasets = {place.record.dataset for place in copies}
         if len(datasets) > 1:
             raise SettingsError(f"sample {name!r} is in the data sets {sorted(datasets)}: say which with dataset=")
-        copies.sort(key=lambda place: place.record.capture_id, reverse=True)
-        content = copies[0].record.content_hash
-        same = {place.source: place for place in reversed(copies) if place.record.content_hash == content}
-        entries[name] = Entry(name, tuple(same[source] for source in sorted(same)), rows.get(content))
+        content = max(copies, key=lambda place: place.record.capture_id).record.content_hash
+        same = _newest([place for place in copies if place.record.content_hash == content])
+        entries[name] = Entry(name, same, rows.get(content))
     return entries
+
+
+def _newest(copies: Sequence[Place]) -> tuple[Place, ...]:
+    """The newest copy in each source, in the order of the sources."""
+    newest = {place.source: place for place in sorted(copies, key=lambda place: place.record.capture_id)}
+    return tuple(newest[source] for source in sorted(newest))
 
 
 def _common(found: Sequence[Place]) -> CaptureRecord | None:

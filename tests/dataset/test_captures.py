@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from hsconnector.dataset import CaptureDataset
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, SidecarUnreachable
-from tests.dataset.conftest import LAYERS, feed, states_of, tokens_of
+from tests.dataset.conftest import HIDDEN, LAYERS, feed, states_of, tokens_of
+from tests.feeding import Feeder
 from tests.sidecar import SidecarThread
 
 
@@ -61,6 +62,31 @@ def test_rows_of_a_data_set_bring_their_masks(sidecar: SidecarThread, tmp_path: 
     assert view.layer_ids == (0, 5)
     assert torch.equal(view[0]["hidden_states"], states_of(7)[1:3][:, [0, 2]])
     assert (view[0]["loss_mask"].tolist(), view[0]["token_ids"].tolist()) == ([1, 0], tokens_of(7)[1:3])
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_rows_are_found_by_content_whatever_sample_ids_are_shared(
+    sidecar: SidecarThread, tmp_path: Path, local: bool
+) -> None:
+    """A row put in front of a data set: its capture has the sample id that another content got in the run before."""
+    with Feeder(sidecar.url, layer_ids=LAYERS, hidden_size=HIDDEN) as feeder:
+        for sample_id, number in (("0", 10), ("1", 11), ("2", 12), ("0", 20), ("0", 10)):
+            name = feeder.capture(states_of(number), tokens_of(number), dataset="d", sample_id=sample_id)
+    data = rows_file(tmp_path, [20, 10, 11, 12])
+    for source in (sidecar.url, sidecar.store):
+        dataset = CaptureDataset(source, data=data, local=local)
+        assert [same(dataset[index], number) for index, number in enumerate([20, 10, 11, 12])] == [True] * 4
+        assert dataset[1]["capture_id"] == name, "the newest of a content counts"
+        assert dataset.sample_ids == ["0", "1", "2", "3"]
+
+
+def test_rows_are_found_by_content_in_whatever_data_set(sidecar: SidecarThread, tmp_path: Path) -> None:
+    feed(sidecar.url, [1, 2])
+    feed(sidecar.url, [1], dataset="else")
+    with pytest.raises(SettingsError, match="say which with dataset="):
+        CaptureDataset(sidecar.url)
+    dataset = CaptureDataset(sidecar.url, data=rows_file(tmp_path, [2, 1]))
+    assert [same(dataset[index], number) for index, number in enumerate([2, 1])] == [True] * 2
 
 
 def test_what_is_missing_is_named(sidecar: SidecarThread, tmp_path: Path) -> None:
