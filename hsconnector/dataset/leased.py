@@ -88,7 +88,7 @@ class LeasedDataset(IterableDataset[Sample]):
         self._sidecars = [Sidecar(url, api_key, self.view.local) for url in urls]
         self._fetcher = Fetcher(self._sidecars, self.view, max_failures)
         self._rows = rows_by_tokens(data)
-        self._unacked: dict[tuple[int, str], list[str]] = {}
+        self._unacked = _Unacked()
         self._failures = Failures(max_failures)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -101,24 +101,23 @@ class LeasedDataset(IterableDataset[Sample]):
             self._give_back([lent.token for lent in prefetch.close()])
 
     def ack(self, samples: Any) -> Acked:
-        """Samples, batches of them or their `lease` values are trained on. Harmless when repeated.
+        """Samples, batches of them or their `lease` values are trained on. Harmless when repeated; from any thread.
 
         Raises SidecarUnreachable after `max_failures` calls in a row that some sidecar did not answer.
         """
-        for key, names in _by_lease(samples).items():
-            self._unacked.setdefault(key, []).extend(names)
         acked, late = 0, []
-        for (index, lease_id), names in list(self._unacked.items()):
-            try:
-                answers = self._ack(index, lease_id, names)
-            except SidecarUnreachable as error:
-                self._failures.count(error)
-                continue
-            self._failures.clear()
-            del self._unacked[index, lease_id]
-            late += [name for name in names if answers.get(name) not in ("acked", "already_acked")]
-            acked += sum(answer == "acked" for answer in answers.values())
-        return Acked(acked, tuple(late), sum(map(len, self._unacked.values())))
+        with self._unacked.taken(_by_lease(samples)) as todo:
+            for (index, lease_id), names in list(todo.items()):
+                try:
+                    answers = self._ack(index, lease_id, names)
+                except SidecarUnreachable as error:
+                    self._failures.count(error)
+                    continue
+                self._failures.clear()
+                del todo[index, lease_id]
+                late += [name for name in names if answers.get(name) not in ("acked", "already_acked")]
+                acked += sum(answer == "acked" for answer in answers.values())
+        return Acked(acked, tuple(late), len(self._unacked))
 
     @contextlib.contextmanager
     def step(self, samples: Any) -> Iterator[None]:
@@ -200,7 +199,7 @@ class LeasedDataset(IterableDataset[Sample]):
         try:
             capture = self._fetcher.fetch((Place(lent.token[0], lent.record),), rows)
         except CaptureError:
-            self.ack([_token(lent.token)])
+            self._pass_over(*lent.token)
             return None
         sample = make_sample(capture, lent.record, self._row(capture))
         if self._rows and self.view.rows is not None:
@@ -208,6 +207,11 @@ class LeasedDataset(IterableDataset[Sample]):
             for name in ("hidden_states", "token_ids", "loss_mask"):
                 sample[name] = sample[name][start:stop]
         return {**sample, "lease": _token(lent.token)}
+
+    def _pass_over(self, index: int, lease_id: str, capture_id: str) -> None:
+        """Acknowledges what nobody will train on; where that fails it is lent, and passed over, once more."""
+        with contextlib.suppress(SidecarUnreachable):
+            self._ack(index, lease_id, [capture_id])
 
     def _row(self, capture: Capture) -> DataRow | None:
         if not self._rows:
@@ -218,13 +222,50 @@ class LeasedDataset(IterableDataset[Sample]):
         return row
 
     def _give_back(self, tokens: Sequence[tuple[int, str, str]]) -> None:
-        leases: dict[tuple[int, str], list[str]] = defaultdict(list)
+        leases: _Leased = defaultdict(list)
         for index, lease_id, name in tokens:
             leases[index, lease_id].append(name)
         for (index, lease_id), names in leases.items():
             with contextlib.suppress(TransportError):
                 body = {"capture_ids": names}
                 self._sidecars[index].calls.post(f"/v1/leases/{lease_id}/release", body, _Released)
+
+
+_Leased = dict[tuple[int, str], list[str]]
+"""Captures by sidecar and lease."""
+
+
+class _Unacked:
+    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and it travels without its lock."""
+
+    def __init__(self, names: _Leased | None = None) -> None:
+        self._names = names or {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_Unacked], tuple[_Leased]]:
+        with self._lock:
+            return _Unacked, ({key: list(names) for key, names in self._names.items()},)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(map(len, self._names.values()))
+
+    @contextlib.contextmanager
+    def taken(self, more: _Leased) -> Iterator[_Leased]:
+        """All there are, and more, for this caller alone; what is left of them at the end is put back."""
+        with self._lock:
+            todo, self._names = self._names, {}
+        try:
+            yield _add(todo, more)
+        finally:
+            with self._lock:
+                _add(self._names, todo)
+
+
+def _add(leased: _Leased, more: _Leased) -> _Leased:
+    for key, names in more.items():
+        leased.setdefault(key, []).extend(names)
+    return leased
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -264,9 +305,9 @@ def _token(token: tuple[int, str, str]) -> str:
     return "/".join(map(str, token))
 
 
-def _by_lease(samples: Any) -> dict[tuple[int, str], list[str]]:
+def _by_lease(samples: Any) -> _Leased:
     """The captures of each sidecar and lease among samples, batches of them, or `lease` values."""
-    leases: dict[tuple[int, str], list[str]] = defaultdict(list)
+    leases: _Leased = defaultdict(list)
     pending = [samples]
     while pending:
         each = pending.pop()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import pickle
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hsconnector.dataset import LeasedDataset
+from hsconnector.dataset import Acked, LeasedDataset
+from hsconnector.dataset.copies import Sidecar
 from hsconnector.errors import SettingsError, SidecarUnreachable
 from tests.dataset.conftest import feed, states_of, tokens_of
 from tests.dataset.trainers import train
+from tests.proxy import Proxy
 from tests.sidecar import SidecarThread, start_sidecar_process
 
 
@@ -149,6 +154,60 @@ def test_acknowledgements_wait_for_a_sidecar_that_is_away(sidecar: SidecarThread
     assert dataset.ack(first).pending == 1
     with pytest.raises(SidecarUnreachable, match="2 attempts"):
         dataset.ack(second)
+
+
+class Slow(LeasedDataset):
+    """One whose first acknowledgement is answered, and heard of only once `heard` is set."""
+
+    def _ack(self, index: int, lease_id: str, captures: Sequence[str]) -> Mapping[str, str]:
+        answers = super()._ack(index, lease_id, captures)
+        if not self.sent.is_set():
+            self.sent.set()
+            self.heard.wait()
+        return answers
+
+
+@pytest.mark.parametrize("lease_captures", [1, 2])
+def test_two_threads_acknowledge_at_one_time(sidecar: SidecarThread, lease_captures: int) -> None:
+    """Of two leases and of one; the prefetch thread does so for what was deleted meanwhile."""
+    feed(sidecar.url, range(2))
+    dataset = Slow(sidecar.url, idle_s=0.1, lease_captures=lease_captures)
+    dataset.sent, dataset.heard = threading.Event(), threading.Event()
+    first, second = dataset
+    with ThreadPoolExecutor(1) as pool:
+        acking = pool.submit(dataset.ack, first)
+        dataset.sent.wait()
+        here = dataset.ack(second)
+        dataset.heard.set()
+        there = acking.result()
+    assert (here.acked, here.late, there.acked, there.late, there.pending) == (1, (), 1, (), 0)
+    assert counts(sidecar.url)["acked"] == 2
+
+
+def test_acknowledgements_of_the_step_are_not_made_by_reading_ahead(sidecar: SidecarThread) -> None:
+    """What became of them would be told to nobody."""
+    names_of = feed(sidecar.url, range(2))
+    dataset = LeasedDataset(sidecar.url, local=False, idle_s=0.1, lease_captures=1, max_failures=5)
+    lent = list(dataset._lent("c", threading.Event()))
+    first = dataset._read(lent[0])
+    with Proxy(sidecar.url, drop=1) as away:
+        back, dataset._sidecars[0] = dataset._sidecars[0], Sidecar(away.url, None, False)
+        assert dataset.ack(first).pending == 1
+        dataset._sidecars[0] = back
+    httpx.delete(f"{sidecar.url}/v1/captures/{names_of[1]}").raise_for_status()
+    assert dataset._read(lent[1]) is None
+    assert counts(sidecar.url)["acked"] == 1
+    assert dataset.ack([]) == Acked(acked=1)
+
+
+def test_what_is_not_acknowledged_yet_travels(sidecar: SidecarThread) -> None:
+    feed(sidecar.url, range(1))
+    dataset = LeasedDataset(sidecar.url, idle_s=0.1)
+    (sample,) = dataset
+    sidecar.stop()
+    assert dataset.ack(sample).pending == 1
+    travelled = pickle.loads(pickle.dumps(dataset))
+    assert travelled.ack([]).pending == 1
 
 
 def test_a_spawned_worker_takes_leases_of_its_own(sidecar: SidecarThread) -> None:
