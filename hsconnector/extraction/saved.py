@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -39,7 +40,7 @@ class SavedDataset:
     """
 
     def __init__(self, folder: Path, kind: SaveFormat) -> None:
-        if folder.exists() and not (folder / _MARK).exists():
+        if os.path.lexists(folder) and not (folder / _MARK).exists():
             raise SettingsError(
                 f"{folder} exists and is no data set of this command: give --save-dataset another folder"
             )

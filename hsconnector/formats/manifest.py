@@ -164,7 +164,8 @@ class Manifest:
         for description, found in _written(self.folder):
             _refuse_another(self.folder, description, self.description)
             entries |= {entry.file: entry for entry in found}
-        return {name: entry for name, entry in entries.items() if (self.folder / name).exists()}
+        # A link whose shard has gone is this command's own file all the same.
+        return {name: entry for name, entry in entries.items() if os.path.lexists(self.folder / name)}
 
     def _refuse_strangers(self, suffix: str) -> None:
         strangers = [

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -104,6 +105,24 @@ def test_after_kill_9_exactly_the_missing_files_are_written(tmp_path: Path) -> N
     after = files(out)
     assert {name: after[name] for name in before} == before
     assert len(after) == count + 1 and len(manifest(out)["files"]) == count
+
+
+def test_a_link_to_a_shard_that_is_gone_is_its_own_and_made_anew(
+    model: Path, sidecar: SidecarThread, tmp_path: Path
+) -> None:
+    """One link breaks and its row is captured again, one breaks for good."""
+    rows = make_rows(3)
+    feed(sidecar.url, model, enumerate(rows.token_ids))
+    command = (sidecar.url, "-f", "speculators", "-o", tmp_path / "out", "--link", "symlink")
+    assert export(*command)[0] == 0
+    for entry in manifest(tmp_path / "out")["files"][:2]:
+        httpx.delete(f"{sidecar.url}/v1/captures/{entry['capture_id']}").raise_for_status()
+    feed(sidecar.url, model, [(0, rows.token_ids[0])])
+    code, said = export(*command)
+    assert "1 files written" in said and "1 were there" in said
+    assert code == 1 and "sample 1: capture" in said and "is expired" in said
+    links = {path.name: path.exists() for path in (tmp_path / "out").glob("hs_*")}
+    assert links == {"hs_0.safetensors": True, "hs_1.safetensors": False, "hs_2.safetensors": True}
 
 
 def test_another_models_export_is_refused_field_by_field(captured: Captured, tmp_path: Path) -> None:
