@@ -255,8 +255,8 @@ class Extraction:
     def _lose(self, booked: _Booked, records: list[CaptureRecord]) -> None:
         why = f": {records[-1].detail}" if records and records[-1].detail else ""
         reason = (
-            f"was {booked.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a larger "
-            "--quota or --ttl-s, or extract in parts"
+            f"was {booked.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a "
+            "larger --quota or --ttl-s, or extract in parts"
         )
         self._failed.add(booked.row)
         self.ledger.lost(Missing(booked.row, booked.sample_id, reason), booked.fate, booked.tokens)
