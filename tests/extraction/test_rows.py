@@ -148,3 +148,6 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="exists and is no data set of this command"):
         SavedDataset(tmp_path, "jsonl")
     assert (tmp_path / "precious.txt").read_text() == "mine"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SettingsError, match="exists and is no data set of this command"):
+        SavedDataset(tmp_path / "link", "jsonl")
