@@ -23,15 +23,24 @@ LISTED = 1000
 router = APIRouter(tags=["leases"], route_class=JsonRoute)
 
 
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no character") from None
+    return text
+
+
 def _short(text: str) -> str:
-    if len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
+    if len(text.encode()) > MAX_TEXT_BYTES:
         raise ValueError(f"at most {MAX_TEXT_BYTES} bytes")
     return text
 
 
-Text = Annotated[str, AfterValidator(_short)]
+Name = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[Name, AfterValidator(_short)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86_400, allow_inf_nan=False)]
-CaptureIds = Annotated[list[Annotated[str, Field(max_length=64)]] | None, Field(max_length=MAX_CAPTURES)]
+CaptureIds = Annotated[list[Annotated[Name, Field(max_length=64)]] | None, Field(max_length=MAX_CAPTURES)]
 
 
 class _Body(BaseModel):
@@ -43,9 +52,9 @@ class LeaseFilters(_Body):
 
     dataset: Text | None = None
     sample_id: Text | None = None
-    model: str | None = None
-    model_revision: str | None = None
-    lora: str | None = None
+    model: Name | None = None
+    model_revision: Name | None = None
+    lora: Name | None = None
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4096)] = []
     since: Annotated[float | None, Field(allow_inf_nan=False)] = None
 
@@ -85,7 +94,7 @@ class CollectFilters(_Body):
 
     dataset: Text | None = None
     sample_id: Text | None = None
-    model: str | None = None
+    model: Name | None = None
     state: CaptureState | None = None
     created_before: Annotated[float | None, Field(allow_inf_nan=False)] = None
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from typing import Any
@@ -57,6 +58,25 @@ def test_no_route_reads_json_without_bound(http: httpx.Client) -> None:
         for content in (huge, (huge[at : at + (1 << 16)] for at in range(0, len(huge), 1 << 16))):
             answer = http.post(path, content=content, headers={"content-type": "application/json"})
             assert (path, answer.status_code, answer.json()["error"]["type"]) == (path, 413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/leases", {"consumer": "\ud800"}),
+        *(("/v1/leases", {"consumer": "c", "filters": {name: "a\udfff"}}) for name in ("dataset", "model", "lora")),
+        ("/v1/leases/none/ack", {"capture_ids": ["\ud800"]}),
+        ("/v1/leases/none/release", {"capture_ids": ["\ud800"]}),
+        ("/v1/captures:collect", {"filters": {"model": "\ud800"}}),
+        ("/v1/captures:lookup", {"content_hashes": ["\ud800"]}),
+    ],
+)
+def test_half_a_character_is_refused_before_the_index_sees_it(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    """JSON can say what is no Unicode text, and SQLite cannot hold it."""
+    answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "bad_request")
 
 
 def _body_of(verb: dict[str, Any]) -> dict[str, Any]:
