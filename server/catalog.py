@@ -74,7 +74,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (capture_id) DO UPDATE SET state = excluded.state, content_hash = excluded.content_hash,
     size = excluded.size, record = excluded.record, ended = excluded.ended, reason = excluded.reason
 """
-_UNFIT = (ValueError, OverflowError, TypeError, sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError)
+_UNFIT = (ValueError, OverflowError, TypeError, sqlite3.IntegrityError, sqlite3.DataError)
 """What one record's own contents can raise."""
 _LEFT = (CaptureState.FAILED, CaptureState.EXPIRED)
 _encode = msgspec.msgpack.Encoder().encode
@@ -278,7 +278,7 @@ class Catalog:
             self._write([record])
         except _UNFIT as error:
             log.error("capture %s: the index cannot hold it, it is dropped: %r", record.capture_id, error)
-            del self._pending[record.capture_id]
+            self._pending.pop(record.capture_id, None)
             return False
         return True
 
@@ -394,7 +394,7 @@ def _prepare(connection: sqlite3.Connection) -> None:
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute(_CAPTURES)
-        if version == 1:
+        if "ended" not in {row[1] for row in connection.execute("PRAGMA table_info(captures)")}:
             _add_end(connection)
         for statement in f"{_INDEXES};{_CLIENT_IDS}".split(";"):
             connection.execute(statement)
@@ -406,7 +406,7 @@ def _add_end(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE captures ADD COLUMN ended REAL")
     connection.execute("ALTER TABLE captures ADD COLUMN reason TEXT NOT NULL DEFAULT ''")
     connection.execute("UPDATE captures SET ended = ? WHERE state IN (?, ?)", (time.time(), *_LEFT))
-    connection.execute("DROP INDEX captures_folder")
+    connection.execute("DROP INDEX IF EXISTS captures_folder")
 
 
 def _check(connection: sqlite3.Connection) -> None:

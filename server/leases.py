@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.errors import StoreError
-from hsconnector.protocol import CaptureState
+from hsconnector.protocol import CaptureState, FailReason
 from server.metrics import Metrics
 from server.records import Record
 from server.refusals import Refusal
@@ -305,8 +305,8 @@ class Leases:
             return iter(())
         if created_before is not None:
             query = (
-                "SELECT record FROM captures INDEXED BY captures_created"
-                f" WHERE created < ? AND state IN (?, ?) AND {' AND '.join(clauses)}"
+                "SELECT record FROM captures INDEXED BY captures_live"
+                f" WHERE ended IS NULL AND created < ? AND state IN (?, ?) AND {' AND '.join(clauses)}"
             )
             states = (CaptureState.READY, CaptureState.QUARANTINED)
             return self._records(f"{query} ORDER BY created", (created_before, *states))
@@ -410,8 +410,8 @@ class Leases:
         self._db.execute("DELETE FROM lease_counts WHERE last < ?", (now - 30 * REMEMBER_S,))
         self._db.execute(
             "DELETE FROM lease_items WHERE state != 'leased' AND NOT EXISTS (SELECT 1 FROM captures"
-            " WHERE captures.capture_id = lease_items.capture_id AND captures.state = ?)",
-            (CaptureState.READY,),
+            " WHERE captures.capture_id = lease_items.capture_id AND (captures.state = ? OR captures.reason = ?))",
+            (CaptureState.READY, FailReason.STORE_ERROR),  # what the store lost may come back
         )
 
     def _count(self, queue: str, consumer: str, outcome: Outcome, count: int) -> None:

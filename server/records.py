@@ -10,7 +10,7 @@ import msgspec
 from hsconnector.protocol import CaptureInfo, CaptureState, FailReason, Producer
 from server.verdict import Verdict
 
-__all__ = ["Record", "client_ids", "describe", "record_of"]
+__all__ = ["Record", "client_ids", "describe", "kept", "record_of", "returns"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +69,18 @@ def record_of(producer: Producer, info: CaptureInfo) -> Record:
         lora=info.lora,
         created=info.created,
     )
+
+
+def returns(record: Record) -> bool:
+    """Whether a capture that has expired is ready again when its shard is: the store lost it, nobody removed it."""
+    return record.state is CaptureState.EXPIRED and record.reason is FailReason.STORE_ERROR
+
+
+def kept(record: Record) -> Record:
+    """What the index keeps: of a capture that was removed, all but the verdict, which is most of its bytes."""
+    if record.state is not CaptureState.EXPIRED or record.verdict is None or returns(record):
+        return record
+    return msgspec.structs.replace(record, verdict=None)
 
 
 def describe(record: Record, public_url: str, path: str | None, *, num_rows: int | None = None) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """What a store holds when the sidecar starts: finish what a crash left open, list only shards that are whole.
 
 Only files that the index does not know, or that have changed since, are read; the rest costs one `stat` each.
+
+Only what was read and is no whole shard is moved aside. What cannot be read now (a missing permission, a failing or an
+unmounted disk) stays where it is, and is ready again at the first start that reads it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +23,9 @@ import xxhash
 
 from hsconnector.errors import ShardError, StoreError
 from hsconnector.protocol import CaptureState, FailReason, is_capture_id
-from server.catalog import Catalog, two_hex
+from server.catalog import Catalog, is_broken, refusal, two_hex
 from server.metrics import Metrics
-from server.records import Record
+from server.records import Record, returns
 from server.shards import PIECE_BYTES, ShardHeader, is_regular, read_header
 from server.store import Store
 from server.streams import LARGEST
@@ -36,26 +40,78 @@ _LOCK_SUFFIX = f"{_SUFFIX}.lock"
 """What the connector's `file_backend` holds beside a shard that is still to come."""
 
 
+MANY = 10
+"""So many shards are not lost one by one: where none of them is there, their disk is not."""
+
+
 def recover(store: Store, catalog: Catalog, metrics: Metrics, *, read_all: bool = False) -> int:
-    """Makes index and shards agree, fails what was being received when the last sidecar ended; counts whole shards."""
-    total = 0
+    """Makes index and shards agree, fails what was being received when the last sidecar ended; counts whole shards.
+
+    An index that turns out to be damaged is begun anew. Raises `StoreError` where the disk of the shards seems to be
+    missing (not with `read_all`, which takes the shards' word) and `sqlite3.Error` where the index cannot be used now.
+    """
+    try:
+        try:
+            return _recovered(store, catalog, metrics, read_all)
+        except sqlite3.Error as error:
+            if not is_broken(error):
+                raise
+            catalog.start_anew(error)
+            return _recovered(store, catalog, metrics, read_all)
+    except sqlite3.Error as error:
+        raise refusal(catalog.path, error) from error
+
+
+def _recovered(store: Store, catalog: Catalog, metrics: Metrics, read_all: bool) -> int:
+    if not read_all:
+        _check_mounted(store, catalog)
+    _move_strangers(store, metrics)
+    total = size = 0
+    trouble = ""
     for folder in two_hex():
-        known = catalog.folder(folder)
-        trusted = {} if read_all else known
-        scan = Scan(store, catalog, metrics, folder, known, trusted)
+        known = catalog.live(folder)
+        scan = Scan(store, catalog, metrics, folder, known, {} if read_all else known)
         whole = scan.area(CaptureState.READY) | scan.area(CaptureState.QUARANTINED)
         for capture_id, record in known.items():
             if capture_id not in whole:
                 _without_shard(record, catalog, metrics)
-        total += len(whole)
+        total, size = total + len(whole), size + sum(whole.values())
+        trouble = trouble or _keep(catalog)
+    store.used = size
+    metrics.store_bytes.set(size)
+    return total
+
+
+def _check_mounted(store: Store, catalog: Catalog) -> None:
+    known = 0
+    for capture_id in catalog.ids(CaptureState.READY):
+        if os.path.lexists(store.shard(capture_id)):
+            return
+        known += 1
+    if known >= MANY:
+        raise StoreError(
+            f"the index knows {known} ready captures and {store.captures} holds none of their shards: mount its disk "
+            f"and start again, or, if they are gone for good, run `hsconnector reindex --store {store.root}`"
+        )
+
+
+def _move_strangers(store: Store, metrics: Metrics) -> None:
     for area in (store.captures, store.quarantine):
         for path in area.iterdir():
             if not path.is_dir() or path.is_symlink():
                 _damaged(store, path, "shards lie in two-digit folders", metrics)
-    catalog.flush()
-    _, store.used = catalog.counts()
-    metrics.store_bytes.set(store.used)
-    return total
+
+
+def _keep(catalog: Catalog) -> str:
+    """Commits; a full disk, say, must not keep a sidecar from starting: it is where room is made."""
+    try:
+        catalog.commit()
+    except sqlite3.Error as error:
+        if is_broken(error):
+            raise
+        log.error("the index cannot be written, what the start has found waits for it: %s", error)
+        return str(error)
+    return ""
 
 
 def reindex_store(root: Path) -> tuple[int, int]:
@@ -135,7 +191,8 @@ def record_of_shard(path: Path, state: CaptureState) -> Record:
             mtime_ns=status.st_mtime_ns,
             verdict=verdict,
         )
-    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        msgspec.msgpack.encode(record)  # unpaired surrogates and endless numbers pass JSON, not the index
+    except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise ShardError(f"the metadata is not that of a capture: {error!r}") from error
     if not (0 <= record.created <= LARGEST and 0 <= record.num_prompt_tokens <= LARGEST):
         raise ShardError(f"created {record.created} or num_prompt_tokens {record.num_prompt_tokens} cannot be")
@@ -154,39 +211,54 @@ class Scan:
     trusted: dict[str, Record]
     """What of `known` need not be read again."""
 
-    def area(self, state: CaptureState) -> set[str]:
-        """The ids of the whole shards of ready or quarantined captures; everything else is moved aside."""
+    def area(self, state: CaptureState) -> dict[str, int]:
+        """The whole shards of ready or quarantined captures: bytes by id. Everything else is moved aside."""
         root = self.store.quarantine if state is CaptureState.QUARANTINED else self.store.captures
         try:
             paths = sorted((root / self.folder).iterdir())
-        except FileNotFoundError:
-            return set()
-        return {path.name.removesuffix(_SUFFIX) for path in paths if self._is_whole(path, state)}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            log.error("%s cannot be read, its captures are not listed: %s", root / self.folder, error)
+            return {}
+        found = (self._whole(path, state) for path in paths)
+        return {record.capture_id: record.size for record in found if record is not None}
 
-    def _is_whole(self, path: Path, state: CaptureState) -> bool:
+    def _whole(self, path: Path, state: CaptureState) -> Record | None:
+        try:
+            return self._read(path, state)
+        except ShardError as error:
+            _damaged(self.store, path, str(error), self.metrics)
+        except OSError as error:
+            log.error("%s cannot be read now, it stays there and is not listed: %s", path, error)
+        return None
+
+    def _read(self, path: Path, state: CaptureState) -> Record | None:
         if path.name.startswith(".") and path.name.endswith(".part"):
             path.unlink()
-            return False
+            return None
         if path.name.endswith(_LOCK_SUFFIX) and is_regular(path):
             _remove_orphan(path)
-            return False
+            return None
         capture_id = path.name.removesuffix(_SUFFIX)
         record = self.trusted.get(capture_id)
         if record is not None and record.state is state and _unchanged(path, record):
-            return True
-        try:
-            _check_name(path, self.folder, self.known.get(capture_id))
-            self.catalog.put(_as_known(record_of_shard(path, state), self.known.get(capture_id)))
-        except (ShardError, OSError) as error:
-            _damaged(self.store, path, str(error), self.metrics)
-            return False
-        return True
+            return record
+        known = record or self.known.get(capture_id) or self.catalog.get(capture_id)
+        _check_name(path, self.folder, known)
+        found = _as_known(record_of_shard(path, state), known)
+        if known is not None and returns(known):
+            log.info("capture %s: its shard is here again, it is %s", capture_id, state)
+        self.catalog.put(found)
+        return found
 
 
 def _as_known(found: Record, known: Record | None) -> Record:
     """A shard does not say when it was finished nor what was expected of it; the index may."""
     if known is None or known.data_hash != found.data_hash:
         return found
+    if returns(known):
+        return msgspec.structs.replace(found, verdict=known.verdict or found.verdict)
     return msgspec.structs.replace(found, finished=known.finished, detail=known.detail, verdict=known.verdict)
 
 
@@ -207,15 +279,15 @@ def _check_name(path: Path, folder: str, record: Record | None) -> None:
     capture_id = path.name.removesuffix(_SUFFIX)
     if not path.name.endswith(_SUFFIX) or not is_capture_id(capture_id) or capture_id[-2:] != folder:
         raise ShardError("its name is not that of a shard of this folder")
-    if not is_regular(path):
+    if not stat.S_ISREG(path.lstat().st_mode):
         raise ShardError("it is not a regular file")
-    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED):
+    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED) and not returns(record):
         raise ShardError(f"the index says that this capture is {record.state}")
 
 
 def _unchanged(path: Path, record: Record) -> bool:
     status = path.lstat()
-    return is_regular(path) and (status.st_size, status.st_mtime_ns) == (record.size, record.mtime_ns)
+    return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (record.size, record.mtime_ns)
 
 
 def _without_shard(record: Record, catalog: Catalog, metrics: Metrics) -> None:
@@ -225,7 +297,7 @@ def _without_shard(record: Record, catalog: Catalog, metrics: Metrics) -> None:
         metrics.captures.labels(state, reason).inc()
     elif record.state in (CaptureState.READY, CaptureState.QUARANTINED):
         state, reason = CaptureState.EXPIRED, FailReason.STORE_ERROR
-        detail = "its shard was gone or damaged when the sidecar started"
+        detail = "its shard was gone, damaged or unreadable when the sidecar started"
         metrics.expired.inc()
     else:
         return
@@ -237,7 +309,11 @@ def _without_shard(record: Record, catalog: Catalog, metrics: Metrics) -> None:
 
 def _damaged(store: Store, path: Path, why: str, metrics: Metrics) -> None:
     metrics.damaged.inc()
-    target = store.set_aside(path)
+    try:
+        target = store.set_aside(path)
+    except OSError as error:
+        log.error("%s is not a whole shard (%s); it cannot be moved to %s: %s", path, why, store.damaged, error)
+        return
     log.warning("%s is not a whole shard (%s): moved to %s", path, why, target)
 
 

@@ -104,10 +104,11 @@ def test_a_thousand_hashes_are_looked_up_by_the_index(sidecar: SidecarThread, fe
     feeder.capture(states(1), [1])
     hashes = [digest([number]) for number in range(1000)]
     assert len(look_up(sidecar.url, *hashes)) == 1
-    plan = sidecar.app.catalog._reader.execute(
+    plan = sidecar.app.catalog._reader.rows(
         "EXPLAIN QUERY PLAN SELECT record FROM captures"
-        " WHERE content_hash != '' AND content_hash IN (SELECT value FROM json_each('[]'))"
-    ).fetchall()
+        " WHERE content_hash != '' AND content_hash IN (SELECT value FROM json_each('[]'))",
+        (),
+    )
     assert any("captures_content" in step[3] for step in plan)
 
 

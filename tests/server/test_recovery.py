@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import sqlite3
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import xxhash
 
 from hsconnector.cli import main
+from hsconnector.errors import StoreError
 from hsconnector.protocol import CaptureState, new_capture_id
 from server import recovery
 from tests.server.engine import Engine, metric, rows_of
@@ -71,6 +77,9 @@ HOSTILE = {
     "created never": lambda data: swap(data, b'"created":"', b'"created":"-'),
     "no metadata": lambda data: swap(data, b'"__metadata__"', b'"__metadatx__"'),
     "tags of numbers": lambda data: swap(data, b'"tags":"{', b'"tags":"['),
+    "an unpaired surrogate": lambda data: swap(data, b'"dataset":"d"', b'"dataset":"\\ud800"'),
+    "a layer id without end": lambda data: swap(data, b'"layer_ids":"[0,2,4]"', b'"layer_ids":"[0,2,%d]"' % 10**30),
+    "layers below nothing": lambda data: swap(data, b'"num_layers":"4"', b'"num_layers":"-%d"' % 10**30),
 }  # fmt: skip
 
 
@@ -157,6 +166,175 @@ def test_only_what_is_unknown_or_changed_is_read(store: Path, monkeypatch: pytes
     assert len(read) == 1
 
 
+# ---- a disk that is not there, or not readable
+
+
+class Disk:
+    """The folder of the shards, which can be taken away."""
+
+    def __init__(self, store: Path) -> None:
+        self.mounted, self.away = store / "captures", store.parent / "away"
+
+    def take(self) -> None:
+        self.mounted.rename(self.away)
+
+    def bring(self) -> None:
+        if self.mounted.exists():
+            self.mounted.rmdir()
+        self.away.rename(self.mounted)
+
+
+def lend(url: str) -> list[str]:
+    """Takes and acknowledges what is free."""
+    lease = httpx.post(f"{url}/v1/leases", json={"consumer": "c", "count": 100}).json()
+    if lease["captures"]:
+        httpx.post(f"{url}/v1/leases/{lease['lease_id']}/ack").raise_for_status()
+    return [each["capture_id"] for each in lease["captures"]]
+
+
+def test_shards_that_were_away_for_one_start_are_ready_again(store: Path) -> None:
+    """With what was acknowledged: nothing is lent twice."""
+    names, disk = fill(store, 4), Disk(store)
+    running = start_sidecar(store)
+    assert len(lend(running.url)) == 4
+    running.stop()
+    disk.take()
+    running = start_sidecar(store, sweep_s=0.01)
+    assert listing(running) == dict.fromkeys(names, "expired")
+    answer = httpx.get(f"{running.url}/v1/captures/{names[0]}").json()
+    assert (answer["reason"], answer["detail"].split(",")[0]) == ("store_error", "its shard was gone")
+    while running.app._leases._tidied == 0:
+        time.sleep(0.01)
+    running.stop()
+    disk.bring()
+    running = start_sidecar(store)
+    try:
+        assert listing(running) == dict.fromkeys(names, "ready")
+        answer = httpx.get(f"{running.url}/v1/captures/{names[0]}").json()
+        assert (answer["reason"], answer["detail"], answer["verdict"]["sound"]) == (None, "", True)
+        assert httpx.get(f"{running.url}/v1/captures/{names[0]}/tensors").status_code == 200
+        assert lend(running.url) == []
+        assert not (store / "damaged").exists()
+        assert running.app.store.used == sum(shard(store, name).stat().st_size for name in names)
+    finally:
+        running.stop()
+
+
+def test_a_disk_that_goes_away_while_it_is_read(store: Path) -> None:
+    (name,), disk = fill(store), Disk(store)
+    running = start_sidecar(store)
+    disk.take()
+    assert httpx.get(f"{running.url}/v1/captures/{name}/tensors").status_code == 410
+    running.stop()
+    disk.bring()
+    running = start_sidecar(store)
+    assert listing(running) == {name: "ready"}
+    running.stop()
+
+
+def test_what_was_deleted_stays_so(store: Path) -> None:
+    (name,) = fill(store)
+    data = shard(store, name).read_bytes()
+    running = start_sidecar(store)
+    httpx.delete(f"{running.url}/v1/captures/{name}").raise_for_status()
+    running.stop()
+    shard(store, name).write_bytes(data)
+    running = start_sidecar(store)
+    assert listing(running) == {name: "expired"}
+    assert len(list((store / "damaged").iterdir())) == 1
+    running.stop()
+
+
+def test_a_quarantined_capture_comes_back_with_its_verdict(store: Path) -> None:
+    running = start_sidecar(store)
+    with Engine(running.url) as engine:
+        name = engine.open(expected_content_hash="f" * 64)
+        engine.rows(name, rows_of(5))
+        engine.commit(name, range(5))
+    running.stop()
+    (store / "quarantine").rename(store.parent / "away")
+    start_sidecar(store).stop()
+    (store / "quarantine").rmdir()
+    (store.parent / "away").rename(store / "quarantine")
+    running = start_sidecar(store)
+    answer = httpx.get(f"{running.url}/v1/captures/{name}").json()
+    assert (answer["state"], answer["verdict"]["reasons"]) == ("quarantined", ["wrong_content_hash"])
+    running.stop()
+
+
+def test_a_start_without_the_disk_of_many_shards_is_refused(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, disk = fill(store, recovery.MANY if hasattr(recovery, "MANY") else 10), Disk(store)
+    disk.take()
+    with pytest.raises(StoreError) as refused:
+        start_sidecar(store)
+    assert f"knows 10 ready captures and {store}/captures holds none of their shards" in str(refused.value)
+    assert "mount its disk and start again, or, if they are gone for good, run `hsconnector reindex" in str(
+        refused.value
+    )
+    assert "\n" not in str(refused.value)
+    disk.bring()
+    running = start_sidecar(store)
+    assert listing(running) == dict.fromkeys(names, "ready")
+    running.stop()
+    disk.take()
+    disk.mounted.mkdir()
+    main_ends(0, "reindex", f"--store={store}")
+    assert capsys.readouterr().out == "0 whole shards, 0 damaged files moved aside\n"
+    running = start_sidecar(store)
+    assert listing(running) == dict.fromkeys(names, "expired")
+    running.stop()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_a_shard_that_cannot_be_read_stays_where_it_is(
+    store: Path, code: int, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, other = fill(store, 2)
+    os.utime(shard(store, name))
+    if not known:
+        for file in store.glob("catalog.sqlite*"):
+            file.unlink()
+    real = recovery.inspect_shard
+
+    def inspect(path: Path) -> Any:
+        if path == shard(store, name):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path)
+
+    monkeypatch.setattr(recovery, "inspect_shard", inspect)
+    running = start_sidecar(store)
+    assert listing(running) == {other: "ready"} | ({name: "expired"} if known else {})
+    running.stop()
+    assert shard(store, name).exists() and not (store / "damaged").exists()
+    assert f"{shard(store, name)} cannot be read now, it stays there and is not listed" in caplog.text
+    monkeypatch.undo()
+    running = start_sidecar(store)
+    assert listing(running) == {name: "ready", other: "ready"}
+    running.stop()
+
+
+def test_what_cannot_be_moved_or_removed_ends_no_start(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Shards on another file system than the store, a folder named like a part, a file in the place of a folder."""
+    name, bad = fill(store, 2)
+    shard(store, bad).write_bytes(b"no shard")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if Path(other).stat().st_dev == store.stat().st_dev:
+            pytest.skip("/dev/shm is no file system of its own here")
+        shutil.move(store / "captures", f"{other}/captures")
+        (store / "captures").symlink_to(f"{other}/captures")
+        (shard(store, name).parent / f".{new_capture_id()}.part").mkdir()
+        free = next(folder for folder in ("00", "11", "22") if not (store / "captures" / folder).exists())
+        (store / "captures" / free).write_text("no folder")
+        for _ in range(2):
+            running = start_sidecar(store)
+            assert listing(running) == {name: "ready", bad: "expired"}
+            running.stop()
+        assert shard(store, bad).exists()
+        assert f"{shard(store, bad)} is not a whole shard" in caplog.text
+        assert f"it cannot be moved to {store / 'damaged'}: [Errno {errno.EXDEV}]" in caplog.text
+
+
 def test_a_shard_that_is_gone(store: Path) -> None:
     name, other = fill(store, 2)
     shard(store, name).unlink()
@@ -206,6 +384,61 @@ def test_an_index_that_is_lost_is_rebuilt_from_the_shards(store: Path, index: by
         assert httpx.get(f"{again.url}/v1/captures/{bad}").json()["verdict"]["reasons"] == ["zero_rows", "equal_slots"]
     finally:
         again.stop()
+
+
+@pytest.mark.parametrize("by", ["serve", "reindex"])
+@pytest.mark.parametrize("damage", ["page", "lease page", "record", "text"])
+def test_a_damaged_index_is_begun_anew(
+    store: Path, by: str, damage: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = fill(store, 12)
+    index = sqlite3.connect(store / "catalog.sqlite")
+    tables = dict(index.execute("SELECT name, rootpage FROM sqlite_master").fetchall())
+    (size,) = index.execute("PRAGMA page_size").fetchone()
+    if damage == "record":
+        index.execute("UPDATE captures SET record = x'ff' WHERE capture_id = ?", names[:1])
+    if damage == "text":
+        index.execute("UPDATE captures SET record = cast(replace(record, 'cmpl', x'ffffffff') AS BLOB)")
+    index.commit()
+    index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    index.close()
+    if "page" in damage:
+        with (store / "catalog.sqlite").open("r+b") as file:
+            file.seek((tables["captures" if damage == "page" else "lease_items"] - 1) * size)
+            file.write(b"\xff" * size)
+    if by == "reindex":
+        main_ends(0, "reindex", f"--store={store}")
+        assert capsys.readouterr().out == "12 whole shards, 0 damaged files moved aside\n"
+    running = start_sidecar(store)
+    assert listing(running) == dict.fromkeys(names, "ready")
+    assert sorted(lend(running.url)) == sorted(names)
+    running.stop()
+    (line,) = [entry.message for entry in caplog.records if entry.levelname == "ERROR"]
+    (aside,) = [file.name for file in store.iterdir() if ".broken-" in file.name]
+    assert "which only the index held, are lost" in line and aside in line
+
+
+def test_an_index_that_cannot_be_used_now_is_one_line(store: Path) -> None:
+    """Another process holds it. Nothing is lost: what was acknowledged is not lent again."""
+    fill(store, 2)
+    running = start_sidecar(store)
+    assert len(lend(running.url)) == 2
+    running.stop()
+    other = sqlite3.connect(store / "catalog.sqlite", isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.catalog.BUSY_S", 0.1, raising=False)
+        with pytest.raises(StoreError) as refused:
+            start_sidecar(store)
+    assert str(refused.value) == (
+        f"the store {store} cannot be opened: the index {store}/catalog.sqlite cannot be used: database is locked; "
+        "another process holds it: let that end and start again"
+    )
+    other.close()
+    running = start_sidecar(store)
+    assert lend(running.url) == []
+    running.stop()
 
 
 def test_reindex(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
