@@ -7,6 +7,8 @@ In this order, the oldest first within each:
 3. `acked`     acknowledged in any queue, while there is too little room
 4. `oldest`    any other, quarantined ones included, while there is too little room and `evict` is `oldest`
 
+What failed or left is forgotten by the index once that is `forget_s` ago.
+
 Too little room: the next bytes would go over `quota`, or the disk has none. Steps 1 and 2 need no lack of room. Never
 removed here: what a lease holds, what is being read over HTTP, what is not final. A removed capture is `expired`.
 """
@@ -32,6 +34,8 @@ from server.store import Store
 __all__ = ["Collection", "Leaving", "Limits", "Retention", "Selection", "Why"]
 
 PAGE = 500
+FORGET_WITHIN_S = 0.25
+"""The longest that a sweep forgets: batches wait for its thread."""
 
 
 class Why(enum.StrEnum):
@@ -51,6 +55,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float | None = None
     max_bytes: int | None = None
     evict: Evict = Evict.ACKED
+    forget_s: float | None = None
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -108,8 +113,10 @@ class Retention:
         self._now = now
 
     def sweep(self) -> int:
-        """Removes what must go; how many captures that were."""
-        return self._take_out(self._leaving(self.limits, 0))
+        """Removes what must go; how many captures that were. The index forgets what has gone long ago."""
+        count = self._take_out(self._leaving(self.limits, 0))
+        self._forget()
+        return count
 
     def make_room(self, more: int) -> bool:
         """Removes what must go and as much as may go until `more` bytes fit; whether they do."""
@@ -131,6 +138,13 @@ class Retention:
         free = [record for record in found if not self._is_held(record)]
         leaving = [Leaving(record, Why.SELECTED) for record in free]
         return self._done(leaving, dry_run, held=len(found) - len(free))
+
+    def _forget(self) -> None:
+        if not self.limits.forget_s:
+            return
+        before, end = self._now() - self.limits.forget_s, time.monotonic() + FORGET_WITHIN_S
+        while self._catalog.forget(before, PAGE) == PAGE and time.monotonic() < end:
+            pass
 
     def _done(self, leaving: list[Leaving], dry_run: bool, held: int) -> Collection:
         if not dry_run:

@@ -230,7 +230,9 @@ class Sidecar:
     def _limit(self) -> None:
         """Gives the store its limits, and what watches over them."""
         settings = self.settings
-        limits = Limits(ttl_s=settings.ttl_s, max_bytes=settings.quota, evict=settings.evict)
+        limits = Limits(
+            ttl_s=settings.ttl_s, max_bytes=settings.quota, evict=settings.evict, forget_s=settings.forget_s
+        )
         retention = Retention(
             limits, self.store, self.catalog, self._leases, self.readers, self._ingest.remove, self.metrics
         )

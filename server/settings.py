@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     """What may be removed to make room."""
     ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Seconds after which a final capture is removed; None keeps it."""
+    forget_s: float = Field(2_592_000.0, ge=0, allow_inf_nan=False)
+    """Seconds after which the index forgets a failed or expired capture (its routes say 404); 0 keeps it."""
     full_wait_s: float = Field(10.0, ge=0, le=600)
     """How long a store without room holds answers back before captures fail as `disk_full`; keep it below the
     connectors' `stall_timeout_s`."""

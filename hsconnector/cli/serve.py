@@ -37,6 +37,9 @@ def serve(
         str | None, typer.Option(help="What goes when the quota is reached: acked (default), oldest or none.")
     ] = None,
     ttl_s: Annotated[float | None, typer.Option(help="Seconds after which a final capture is removed.")] = None,
+    forget_s: Annotated[
+        float | None, typer.Option(help="Seconds until failed and removed captures are forgotten [default: 30 days].")
+    ] = None,
     full_wait_s: Annotated[
         float | None, typer.Option(help="Seconds a full store slows engines before captures fail [default: 10].")
     ] = None,

@@ -296,6 +296,51 @@ def test_collecting_by_filter(limited: Limited) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "bad_request")
 
 
+def wait_for_status(limited: Limited, name: str, status: int) -> None:
+    end = time.monotonic() + 30
+    while limited.http.get(f"/v1/captures/{name}").status_code != status:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@limits("limited", [{"captures": 100, "forget_s": 0.2, "sweep_s": 0.02}], indirect=True)
+def test_what_has_gone_is_forgotten_in_time(limited: Limited) -> None:
+    """With its client ids; what is ready is not. The sweep does it in pieces."""
+    ready, deleted = limited.engine.capture(ROWS), limited.engine.capture(ROWS, request_id="chatcmpl-mine-0123abcd")
+    failed = limited.engine.open()
+    assert limited.http.delete(f"/v1/captures/{deleted}").status_code == 204
+    assert limited.http.get(f"/v1/captures/{deleted}/tensors").status_code == 410
+    limited.engine.fail(failed)
+    for name in (deleted, failed):
+        wait_for_status(limited, name, 404)
+    assert limited.http.get("/v1/requests/mine/hidden-states").status_code == 404
+    assert limited.http.delete(f"/v1/captures/{deleted}").status_code == 404
+    assert limited.state(ready) == "ready"
+
+
+@limits("limited", [{"captures": 100, "forget_s": 0, "sweep_s": 0.01}], indirect=True)
+def test_nothing_is_forgotten_where_that_is_said(limited: Limited) -> None:
+    name = limited.engine.capture(ROWS)
+    limited.http.delete(f"/v1/captures/{name}")
+    time.sleep(0.1)
+    assert limited.state(name) == "expired"
+
+
+@limits("limited", [{"captures": 100, "forget_s": 0.01, "sweep_s": 600}], indirect=True)
+def test_a_sweep_forgets_for_a_moment_only(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches wait for the thread that sweeps."""
+    monkeypatch.setattr("server.retention.PAGE", 3)
+    monkeypatch.setattr("server.retention.FORGET_WITHIN_S", 0.0, raising=False)
+    names = [limited.engine.open() for _ in range(5)]
+    for name in names:
+        limited.engine.fail(name)
+    time.sleep(0.05)
+    app = limited.sidecar.app
+    for left in (2, 0):
+        app._writer.submit(app.lending.sweep).result()
+        assert len(limited.http.get("/v1/captures").json()["data"]) == left
+
+
 @limits("limited", [{"captures": 100}], indirect=True)
 def test_a_capture_is_counted_out_once(limited: Limited) -> None:
     """Sixteen deletions of one capture that have all seen it ready."""
