@@ -41,7 +41,7 @@ from hsconnector.errors import (
     SidecarUnreachable,
     StoreError,
 )
-from hsconnector.protocol import CaptureState, is_capture_id
+from hsconnector.protocol import CaptureState, FailReason, is_capture_id
 from hsconnector.shard import Capture, Framework, RowRange, open_shard, parse_shard, resolve_rows, resolve_slots
 
 __all__ = ["Capture", "CaptureRecord", "Client", "Filters", "open_shard"]
@@ -98,6 +98,11 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def final(self) -> bool:
         return self.state is not CaptureState.RECEIVING
+
+    @property
+    def consumed(self) -> bool:
+        """Whether a consumer has acknowledged it, after which its bytes were let go."""
+        return self.state is CaptureState.EXPIRED and self.reason == FailReason.CONSUMED
 
     @property
     def unsound(self) -> tuple[str, ...]:

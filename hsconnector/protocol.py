@@ -134,6 +134,8 @@ class FailReason(enum.StrEnum):
     """The store had no room."""
     STORE_ERROR = "store_error"
     """The store could not be written."""
+    CONSUMED = "consumed"
+    """It was whole; a consumer has acknowledged it, and its bytes were let go."""
     INTERNAL_ERROR = "internal_error"
     """A bug on our side; the log has the traceback under this capture's id."""
 

@@ -248,7 +248,7 @@ class Extraction:
             for digest, records in (await self._sidecar.lookup(piece)).items():
                 if any(record.state is CaptureState.READY for record in records):
                     await self._keep_oldest(records)
-                else:
+                elif not (records and records[-1].consumed):
                     self._lose(self._booked[digest], records)
             self._changed()
 

@@ -80,7 +80,7 @@ def choose_target(
 
 
 def judge(record: CaptureRecord | None, prompt: Prompt, target: Target, *, waited_s: float) -> None:
-    """Raises CaptureUnfit unless the capture holds the prompt's states, whole and sound."""
+    """Raises CaptureUnfit unless the capture holds, or held until it was used, the prompt's states, whole and sound."""
     if record is None:
         raise CaptureUnfit(f"the sidecar had not heard of its capture after {waited_s:g} s", again=True)
     name = f"its capture {record.capture_id}"
@@ -89,7 +89,7 @@ def judge(record: CaptureRecord | None, prompt: Prompt, target: Target, *, waite
     if record.state is CaptureState.FAILED:
         detail = f" ({record.detail})" if record.detail else ""
         raise CaptureUnfit(f"{name} failed: {record.reason}{detail}", again=record.reason not in _FINAL_REASONS)
-    if record.state is CaptureState.EXPIRED:
+    if record.state is CaptureState.EXPIRED and not record.consumed:
         raise CaptureUnfit(f"{name} was removed: {record.detail}", again=True)
     if record.content_hash != target.content_hash(prompt.token_ids):
         raise CaptureUnfit(f"{name} is of something else: {_difference(record, prompt, target)}", again=False)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hsconnector.client import CaptureRecord, Client
+from hsconnector.dataset import LeasedDataset
 from hsconnector.errors import HSConnectorError, SidecarUnreachable
 from hsconnector.extraction.connection import connect
 from hsconnector.extraction.engine import Engine, EngineUnusable
@@ -324,6 +325,36 @@ def test_what_the_sidecar_removed_before_the_end_is_listed(tmp_path: Path) -> No
     finally:
         engine.stop()
         small.stop()
+
+
+@pytest.mark.parametrize("remove", [True, False], ids=["asked", "room"])
+def test_what_a_consumer_has_used_up_is_not_lost(tmp_path: Path, remove: bool) -> None:
+    """Training beside the extraction, with a store that holds a part of the data set."""
+    small = start_sidecar(tmp_path / "store", quota=8 * 2048)
+    engine = FakeEngine(small.url)
+    done, used = threading.Event(), []
+
+    def train() -> None:
+        dataset = LeasedDataset(small.url, idle_s=0.5, delete=remove)
+        while not done.is_set():
+            for sample in dataset:
+                dataset.ack(sample)
+                used.append(sample["sample_id"])
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        ledger = Run([engine.url], small.url, "used", concurrency=2)(fresh_rows(24))
+        assert ledger.complete, ledger.missing
+        assert ledger.counts[Fate.CAPTURED] == 24
+        gone = [r for r in captures(small, "used") if r.state is CaptureState.EXPIRED]
+        assert len(gone) >= 16 and {r.reason for r in gone} == {"consumed"}
+    finally:
+        done.set()
+        trainer.join()
+        engine.stop()
+        small.stop()
+    assert sorted(used, key=int) == [str(row) for row in range(24)]
 
 
 @pytest.mark.parametrize("state", CaptureState)
