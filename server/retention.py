@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from hsconnector.protocol import CaptureState
+from hsconnector.protocol import CaptureState, FailReason
 from server.catalog import Catalog, Filter
 from server.leases import Leases, Unheld
 from server.metrics import Metrics
@@ -99,7 +99,7 @@ class Retention:
         catalog: Catalog,
         leases: Leases,
         readers: Readers,
-        remove: Callable[[Record, str], bool],
+        remove: Callable[[Record, str, FailReason | None], bool],
         metrics: Metrics,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -154,7 +154,8 @@ class Retention:
     def _take_out(self, leaving: Iterator[Leaving]) -> int:
         gone = []
         for each in leaving:
-            if self._remove(each.record, _DETAIL[each.why]):
+            reason = FailReason.CONSUMED if each.why in (Why.ASKED, Why.ACKED) else None
+            if self._remove(each.record, _DETAIL[each.why], reason):
                 self._metrics.removed.labels(each.why).inc()
                 gone.append(each.record.capture_id)
         if gone:
