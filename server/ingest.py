@@ -34,7 +34,7 @@ from hsconnector.protocol import (
 from server.assembler import Assembly, Step
 from server.catalog import Catalog
 from server.metrics import Metrics
-from server.records import Record, client_ids, record_of
+from server.records import Record, client_ids, record_of, returns
 from server.refusals import producer_unknown, sequence_gap
 from server.rings import Ring
 from server.settings import OnUnsound, Settings
@@ -148,8 +148,13 @@ class Ingest:
         self.settle()
 
     def delete(self, record: Record) -> None:
-        """Removes a final capture's shard and leaves a tombstone."""
-        self.remove(record, "deleted")
+        """Removes a final capture's shard and leaves a tombstone; one that the store has lost does not come back."""
+        known = self.catalog.get(record.capture_id)
+        if known is not None and returns(known):
+            self.store.remove(known.capture_id, 0)
+            self._expire(msgspec.structs.replace(known, reason=None), "deleted")
+        else:
+            self.remove(record, "deleted")
         self.settle()
 
     def remove(self, record: Record, detail: str, reason: FailReason | None = None) -> bool:

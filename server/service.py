@@ -37,7 +37,7 @@ from server.leases import Leases
 from server.lending import Lending
 from server.metrics import Metrics
 from server.readers import Readers
-from server.records import Record, describe
+from server.records import Record, describe, returns
 from server.recovery import recover
 from server.refusals import Refusal
 from server.retention import Limits, Retention
@@ -179,7 +179,7 @@ class Sidecar:
         if record.state is CaptureState.RECEIVING:
             message = f"capture {capture_id} is being received; delete it when it is final"
             raise Refusal(409, "capture_receiving", message)
-        if record.state is not CaptureState.EXPIRED:
+        if record.state is not CaptureState.EXPIRED or returns(record):
             await self._write(self._ingest.delete, record)
 
     async def note_gone(self, record: Record) -> CaptureExpired:

@@ -232,6 +232,20 @@ def test_a_disk_that_goes_away_while_it_is_read(store: Path) -> None:
     running.stop()
 
 
+def test_what_was_deleted_while_its_disk_was_away_stays_so(store: Path) -> None:
+    (name, other), disk = fill(store, 2), Disk(store)
+    disk.take()
+    running = start_sidecar(store)
+    for _ in range(2):
+        assert httpx.delete(f"{running.url}/v1/captures/{name}").status_code == 204
+    assert httpx.get(f"{running.url}/v1/captures/{name}").json()["detail"] == "deleted"
+    running.stop()
+    disk.bring()
+    running = start_sidecar(store)
+    assert listing(running) == {name: "expired", other: "ready"}
+    running.stop()
+
+
 def test_what_was_deleted_stays_so(store: Path) -> None:
     (name,) = fill(store)
     data = shard(store, name).read_bytes()
