@@ -385,28 +385,17 @@ def _connect(path: Path, durable: bool, *, check: bool = False) -> sqlite3.Conne
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Makes the tables, or brings them to this version; writes nothing where that was done."""
+    """Makes the tables; writes nothing where that was done."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > VERSION:
-        raise BrokenIndex(f"version {version}, this sidecar writes {VERSION}")
     if version == VERSION:
         return
+    if version:
+        raise BrokenIndex(f"version {version}, this sidecar writes {VERSION}")
     with connection:
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute(_CAPTURES)
-        if "ended" not in {row[1] for row in connection.execute("PRAGMA table_info(captures)")}:
-            _add_end(connection)
-        for statement in f"{_INDEXES};{_CLIENT_IDS}".split(";"):
+        for statement in f"{_CAPTURES};{_INDEXES};{_CLIENT_IDS}".split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {VERSION}")
-
-
-def _add_end(connection: sqlite3.Connection) -> None:
-    """Version 1 did not say when a capture ended: what had ended counts from now."""
-    connection.execute("ALTER TABLE captures ADD COLUMN ended REAL")
-    connection.execute("ALTER TABLE captures ADD COLUMN reason TEXT NOT NULL DEFAULT ''")
-    connection.execute("UPDATE captures SET ended = ? WHERE state IN (?, ?)", (time.time(), *_LEFT))
-    connection.execute("DROP INDEX IF EXISTS captures_folder")
 
 
 def _check(connection: sqlite3.Connection) -> None:

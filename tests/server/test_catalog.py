@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from hsconnector.protocol import CaptureState, FailReason, new_capture_id
@@ -170,37 +169,6 @@ def test_an_index_is_moved_with_its_log(path: Path) -> None:
         assert database.execute("SELECT name FROM kept").fetchall() == [("what only the log holds",)]
     database.close()
     other.close()
-
-
-VERSION_1 = """
-CREATE TABLE captures (capture_id TEXT PRIMARY KEY, folder TEXT NOT NULL, request_id TEXT NOT NULL,
-    dataset TEXT NOT NULL, sample_id TEXT NOT NULL, state TEXT NOT NULL, content_hash TEXT NOT NULL,
-    model TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL, record BLOB NOT NULL);
-CREATE INDEX captures_folder ON captures (folder);
-CREATE INDEX captures_created ON captures (created);
-PRAGMA user_version = 1;
-"""
-
-
-def test_version_1_is_taken_over(path: Path) -> None:
-    """Nothing is lost, and what has ended is remembered for its time from now."""
-    ready, failed = record(), record(CaptureState.FAILED, created=1.0, finished=2.0)
-    with sqlite3.connect(path) as database:
-        database.executescript(VERSION_1)
-        for each in (ready, failed):
-            name, packed = each.capture_id, msgspec.msgpack.encode(each)
-            row = (name, name[-2:], each.request_id, "", "", each.state, "", "", each.created, 0, packed)
-            database.execute(f"INSERT INTO captures VALUES ({','.join('?' * 11)})", row)
-    database.close()
-    catalog = Catalog(path)
-    try:
-        assert (catalog.get(ready.capture_id), catalog.get(failed.capture_id)) == (ready, failed)
-        assert catalog.live(ready.capture_id[-2:]).keys() == {ready.capture_id}
-        assert catalog.forget(time.time() - 60, 10) == 0
-        assert catalog.forget(time.time() + 60, 10) == 1
-    finally:
-        catalog.close()
-    assert contents(path.parent) == ["catalog.sqlite"]
 
 
 # ---- one record that cannot be kept
