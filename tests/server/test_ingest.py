@@ -277,7 +277,7 @@ def test_a_body_of_unknown_length_is_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [60, 5], ids=["at-once", "in-pieces"])
 def test_a_body_that_keeps_growing_is_no_silence(tmp_path: Path, first: int) -> None:
     """Uploading takes three times as long as a producer may be silent; `first` bytes come before the first pause."""
-    running = start_sidecar(tmp_path / "store", heartbeat_s=0.4)
+    running = start_sidecar(tmp_path / "store", heartbeat_s=1.5)
     try:
         with Engine(running.url) as engine:
             name = engine.open()
@@ -287,9 +287,9 @@ def test_a_body_that_keeps_growing_is_no_silence(tmp_path: Path, first: int) -> 
 
             def slowly() -> Iterator[bytes]:
                 yield body[:first]
-                step = len(body) // 24 + 1
+                step = len(body) // 22 + 1
                 for start in range(first, len(body), step):
-                    time.sleep(0.05)
+                    time.sleep(0.2)
                     yield body[start : start + step]
 
             answer = engine.http.post("/v1/ingest", content=slowly(), headers={"content-length": str(len(body))})

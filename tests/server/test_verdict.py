@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import timeit
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsconnector.protocol import pack_token_ids
-from server.verdict import LISTED, MIN_RUN, NORM_EVERY, Finding, Judge, Verdict, _refine
+from server.verdict import LISTED, MIN_RUN, NORM_EVERY, Finding, Judge, Verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Values = torch.Tensor
@@ -133,19 +132,6 @@ def test_equal_slots_are_told_apart_in_groups(values: Values) -> None:
     found = finding(judge(rows, chunks=[20, 20, 24]), "equal_slots")
     assert (found.slots, found.detail) == ((0, 1, 2, 3), "layer ids [[0, 2], [1, 3]]")
     assert finding(judge(rows), "equal_slots") == found
-
-
-@pytest.mark.parametrize("alike", ["nothing", "the first row", "all rows"])
-def test_the_time_of_comparing_slots_grows_with_their_number(alike: str) -> None:
-    """Sixteen times the slots may not take two hundred times as long, however alike they are."""
-
-    def seconds(slots: int) -> float:
-        rows = random(2, slots, 8)
-        rows[: {"nothing": 0, "the first row": 1, "all rows": 2}[alike]] = 1
-        bits, probe = rows.numpy().view("<u4"), np.arange(8)
-        return min(timeit.repeat(lambda: _refine(bits, list(range(slots)), probe), number=1, repeat=5))
-
-    assert seconds(2048) < 64 * seconds(128)
 
 
 def test_a_zero_slot_is_named(values: Values) -> None:
