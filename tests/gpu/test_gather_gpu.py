@@ -69,8 +69,8 @@ def test_the_ring_is_page_locked(pinned: Ring) -> None:
 def test_blocks_that_are_written_again_at_once(pinned: Ring) -> None:
     """Rows released to the engine are overwritten by the next forward, on the stream that the gather was queued on."""
     host, view = on_gpu(512, 16, 5, 1024)
-    gather = gather_for(view, 16)
     row_bytes = 5 * 1024 * 2
+    gather = DeviceGather(Blocks(view, 16), buffer_bytes=1024 * row_bytes)
     table = list(range(1, 257))
     tickets, outs = [], []
     for turn in range(2):
