@@ -187,8 +187,14 @@ class Catalog:
                 del self._pending[record.capture_id]
 
     def forget(self, before: float, limit: int) -> int:
-        """Drops up to `limit` captures that failed or expired before a time, with their client ids; how many."""
-        query = "SELECT capture_id, request_id FROM captures WHERE ended < ? ORDER BY ended LIMIT ?"
+        """Drops up to `limit` captures that failed or expired before a time, with their client ids; how many.
+
+        The newest stays whatever it is: SQLite counts on from it, and what a queue has lent is told by that number.
+        """
+        query = (
+            "SELECT capture_id, request_id FROM captures"
+            " WHERE ended < ? AND rowid < (SELECT max(rowid) FROM captures) ORDER BY ended LIMIT ?"
+        )
         try:
             with self._writer:
                 found = self._writer.execute(query, (before, limit)).fetchall()

@@ -164,7 +164,7 @@ class Ingest:
             return False
         self.store.remove(known.capture_id, known.size)
         self.turnover += known.size
-        self._expire(msgspec.structs.replace(known, reason=reason or known.reason), detail)
+        self._expire(msgspec.structs.replace(known, reason=reason), detail)
         return True
 
     def gone(self, record: Record) -> None:

@@ -327,6 +327,11 @@ class Leases:
         query = "SELECT 1 FROM lease_items WHERE capture_id = ? AND state = 'leased' AND deadline > ?"
         return self._db.execute(query, (capture_id, self._now())).fetchone() is not None
 
+    def is_acked(self, capture_id: str) -> bool:
+        """Whether a consumer has acknowledged a capture, in any queue."""
+        query = "SELECT 1 FROM lease_items WHERE capture_id = ? AND state = 'acked' LIMIT 1"
+        return self._db.execute(query, (capture_id,)).fetchone() is not None
+
     def _has_acked(self) -> bool:
         return self._db.execute("SELECT 1 FROM lease_items WHERE state = 'acked' LIMIT 1").fetchone() is not None
 

@@ -154,7 +154,7 @@ class Retention:
     def _take_out(self, leaving: Iterator[Leaving]) -> int:
         gone = []
         for each in leaving:
-            reason = FailReason.CONSUMED if each.why in (Why.ASKED, Why.ACKED) else None
+            reason = FailReason.CONSUMED if self._leases.is_acked(each.record.capture_id) else None
             if self._remove(each.record, _DETAIL[each.why], reason):
                 self._metrics.removed.labels(each.why).inc()
                 gone.append(each.record.capture_id)

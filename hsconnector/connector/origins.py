@@ -45,11 +45,15 @@ class Origins:
         self._foreign.difference_update(blocks)
 
     def arrived(self, request_id: str, table: Sequence[int], num_computed: int) -> str | None:
-        """A request is scheduled, for the first time or again: what is wrong with its first rows, or None."""
+        """A request is scheduled, for the first time or again, or over before that: what was loaded for it, or None."""
         found = num_computed - self._local.pop(request_id, num_computed)
         if found >= (1 if self._seen else self._hit_size):
             self._fill(num_computed - found, found, table)
             return f"{found} tokens were loaded from outside and have no hidden states here"
+        return None
+
+    def hit(self, table: Sequence[int], num_computed: int) -> str | None:
+        """What is wrong with the rows that a scheduled request was found to have already, or None."""
         if not self._foreign:
             return None
         hits = table[: self._blocks(num_computed)]

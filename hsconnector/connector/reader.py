@@ -101,14 +101,14 @@ class Reader:
     def stalled(self, now: float, timeout: float) -> list[Capture]:
         """Captures that hold blocks while no row of any capture was read for longer than `timeout` seconds.
 
-        One that waits for its turn behind others that move is not stuck: the sidecar is slower than the engine, and
-        the engine's own admission slows the load.
+        One with rows to read that waits for its turn behind others that move is not stuck: the sidecar is slower than
+        the engine, and the engine's own admission slows the load.
         """
-        return [
-            capture
-            for capture in self._captures.values()
-            if capture.finish is not None and now - max(capture.moved, self._moved) > timeout
-        ]
+        held = [capture for capture in self._captures.values() if capture.finish is not None]
+        return [capture for capture in held if now - self._last_move(capture) > timeout]
+
+    def _last_move(self, capture: Capture) -> float:
+        return max(capture.moved, self._moved) if self.next_rows(capture, 1) else capture.moved
 
     def drop(self, request_id: str) -> Capture | None:
         """Forgets a capture; blocks that it holds are released."""

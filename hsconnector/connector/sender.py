@@ -152,7 +152,7 @@ class Sender:
         with self._lock:
             stream = self._stream
             loss = Loss(info, reason, detail)
-            if stream is None:
+            if stream is None or (len(stream.queue) >= MAX_QUEUED and info.capture_id not in stream.open):
                 self._record(loss)
                 return
             if stream.open.pop(info.capture_id, None) is None:
@@ -427,11 +427,12 @@ class Sender:
             self._forgotten += 1
 
     def _tell_ledger(self, stream: Stream) -> None:
-        for loss in self._ledger.values():
+        """A batch of it: what begins meanwhile must not wait for all of a long outage to be told."""
+        for _ in range(min(len(self._ledger), MAX_BATCH_MESSAGES // 2)):
+            _, loss = self._ledger.popitem(last=False)
             stream.failing[loss.info.capture_id] = loss
             self._queue(stream, Item(Open(loss.info)))
             self._queue(stream, Item(Fail(loss.info.capture_id, loss.reason, loss.detail)))
-        self._ledger.clear()
 
     def _lose(self, reason: FailReason, detail: str) -> None:
         with self._lock:

@@ -148,7 +148,7 @@ class Tracker:
         for request_id in scheduled.preempted:
             self._lose(request_id, step)
         self._release(scheduled, step)
-        self._note_computed(scheduled)
+        self._refuse_outside(scheduled)
         for arrival in scheduled.arrivals:
             self._arrive(arrival, scheduled, step)
         for progress in scheduled.progress:
@@ -174,7 +174,7 @@ class Tracker:
         """
         self._advanced.discard(ended.request_id)
         self._early.pop(ended.request_id, None)
-        self.origins.forget(ended.request_id)
+        self.origins.arrived(ended.request_id, table, ended.num_computed)
         tracked = self._requests.pop(ended.request_id, None)
         if tracked is None:
             return Ending(False, None)
@@ -233,21 +233,28 @@ class Tracker:
         tracked.readable = tracked.computed = 0
         step.lost.append(request_id)
 
-    def _note_computed(self, scheduled: Scheduled) -> None:
-        """Blocks that are new in this step, captured or not; before the arrivals, which may hit them."""
-        if not self.origins.mixed:
-            return
-        for arrival in scheduled.arrivals:
-            self.origins.computed(self.origins.fresh(arrival.blocks, arrival.num_computed))
-        for progress in scheduled.progress:
-            blocks = progress.new_blocks
-            self.origins.computed(self.origins.fresh(blocks, progress.num_computed) if progress.resumed else blocks)
+    def _refuse_outside(self, scheduled: Scheduled) -> None:
+        """Requests whose first rows another connector brought, for them or for one whose blocks they hit.
+
+        What is new in this step, and what is loaded in it, is known before anybody's hits are looked at: a request may
+        hit blocks that another one of the same step was given.
+        """
+        back = [(each.request_id, each.blocks, each.num_computed) for each in scheduled.arrivals]
+        back += [(each.request_id, each.new_blocks, each.num_computed) for each in scheduled.progress if each.resumed]
+        if self.origins.mixed:
+            for _, blocks, num_computed in back:
+                self.origins.computed(self.origins.fresh(blocks, num_computed))
+            for progress in scheduled.progress:
+                if not progress.resumed:
+                    self.origins.computed(progress.new_blocks)
+        loaded = {name: self.origins.arrived(name, blocks, num_computed) for name, blocks, num_computed in back}
+        for request_id, blocks, num_computed in back:
+            outside = loaded[request_id] or self.origins.hit(blocks, num_computed)
+            if outside is not None:
+                self.fail(request_id, FailReason.EXTERNAL_PREFIX, outside)
 
     def _arrive(self, arrival: Arrival, scheduled: Scheduled, step: Step) -> None:
         request_id = arrival.request_id
-        outside = self.origins.arrived(request_id, arrival.blocks, arrival.num_computed)
-        if outside is not None:
-            self.fail(request_id, FailReason.EXTERNAL_PREFIX, outside)
         if request_id in self._requests:
             tracked = self._requests[request_id]
             if tracked is not None:
@@ -277,10 +284,6 @@ class Tracker:
             self._count(tracked, arrival.num_computed, scheduled)
 
     def _proceed(self, progress: Progress, scheduled: Scheduled, step: Step) -> None:
-        if progress.resumed:
-            outside = self.origins.arrived(progress.request_id, progress.new_blocks, progress.num_computed)
-            if outside is not None:
-                self.fail(progress.request_id, FailReason.EXTERNAL_PREFIX, outside)
         tracked = self._requests.get(progress.request_id)
         if tracked is None or tracked.failed:
             return

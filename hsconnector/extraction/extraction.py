@@ -66,6 +66,8 @@ class _Booked:
     sample_id: str
     tokens: int
     fate: Fate
+    used_up: frozenset[str]
+    """Captures of it that consumers had used up before this run."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class _Ask:
     prompt: Prompt
     digest: str
     attempts: int
+    used_up: frozenset[str]
 
 
 class Extraction:
@@ -153,15 +156,16 @@ class Extraction:
         return asks
 
     async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
+        used_up = _used_up(records)
         if any(record.state is CaptureState.READY for record in records):
             await self._keep_oldest(records)
             self.ledger.stored(prompt)
-            self._booked[digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), Fate.STORED)
+            self._note(prompt, digest, Fate.STORED, used_up)
             return None
         unsound = [record for record in records if record.state is CaptureState.QUARANTINED]
         attempts = self._order.attempts - len(unsound)
         if attempts > 0:
-            return _Ask(prompt, digest, attempts)
+            return _Ask(prompt, digest, attempts, used_up)
         last = unsound[-1]
         self._fail(prompt, f"{len(unsound)} captures of it are unsound, the last {last.capture_id}: {last.findings}")
         return None
@@ -218,8 +222,11 @@ class Extraction:
     def _book(self, ask: _Ask) -> None:
         prompt = ask.prompt
         self.ledger.captured(prompt)
-        self._booked[ask.digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), Fate.CAPTURED)
+        self._note(prompt, ask.digest, Fate.CAPTURED, ask.used_up)
         self._changed()
+
+    def _note(self, prompt: Prompt, digest: str, fate: Fate, used_up: frozenset[str]) -> None:
+        self._booked[digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), fate, used_up)
 
     def _fail(self, prompt: Prompt, reason: str, *, in_vain: bool = False) -> None:
         self._failed.add(prompt.row)
@@ -248,7 +255,7 @@ class Extraction:
             for digest, records in (await self._sidecar.lookup(piece)).items():
                 if any(record.state is CaptureState.READY for record in records):
                     await self._keep_oldest(records)
-                elif not (records and records[-1].consumed):
+                elif not _used_up(records) - self._booked[digest].used_up:
                     self._lose(self._booked[digest], records)
             self._changed()
 
@@ -275,6 +282,10 @@ class Extraction:
 
 def _take(samples: Iterator[Prompt | Missing], count: int) -> list[Prompt | Missing]:
     return list(itertools.islice(samples, count))
+
+
+def _used_up(records: Sequence[CaptureRecord]) -> frozenset[str]:
+    return frozenset(record.capture_id for record in records if record.consumed)
 
 
 def _first(group: BaseExceptionGroup[HSConnectorError]) -> HSConnectorError:

@@ -168,13 +168,22 @@ class TestEnding:
     def test_one_that_waits_behind_others_that_move_is_not_stalled(self) -> None:
         """A sidecar slower than the engine: all are held until their turn comes, however long that takes."""
         reader = reading()
-        reader.apply(step(begun=[info("b")], finished=[Finish("a", 10, b"", "stop")]), 10.0)
+        also = TableChange("b", (6, 7, 8), start_over=True)
+        reader.apply(step(begun=[info("b")], tables=[also], finished=[Finish("a", 10, b"", "stop")]), 10.0)
         reader.apply(step(finished=[Finish("b", 10, b"", "stop")]), 10.0)
         first, second = reader.pending()
         for second_hand in range(11, 100):
             reader.advance(first, 0, float(second_hand))
             assert reader.stalled(float(second_hand), 5.0) == []
         assert reader.stalled(104.2, 5.0) == [first, second]
+
+    def test_one_that_cannot_move_is_stalled_while_others_do(self) -> None:
+        reader = reading()
+        reader.apply(step(begun=[info("b")], finished=[Finish("a", 10, b"", "stop")]), 10.0)
+        reader.apply(step(finished=[Finish("b", 10, b"", "stop")]), 10.0)
+        moving, stuck = reader.pending()
+        reader.advance(moving, 1, 15.0)
+        assert reader.stalled(15.1, 5.0) == [stuck]
 
     @pytest.mark.parametrize("missing", [0, 1])
     def test_the_end_of_a_request_without_blocks_is_judged_by_the_rows_read(self, missing: int) -> None:

@@ -176,6 +176,26 @@ class TestLedger:
         assert len(found) == MAX_LEDGER
         assert all(f"{MAX_QUEUED} messages wait for the sidecar's answer" in c.detail for c in found)
 
+    def test_a_long_outage_is_told_a_batch_at_a_time(self, moody: Lab, clock: Clock) -> None:
+        """What begins after it does not wait for all of it to be told."""
+        twin(moody).trouble = SidecarUnreachable("away")
+        moody.whole(4)
+        clock.seconds += 100
+        moody.sender.pump()
+        moody.turn()
+        for index in range(MAX_LEDGER):
+            moody.sender.begin(None, capture(index))
+        twin(moody).trouble = None
+        clock.seconds += 100
+        moody.sender.pump()
+        moody.turn()
+        later = moody.whole(4)
+        ship(moody)
+        moody.turn()
+        ship(moody)
+        assert twin(moody).captures[later.capture_id].state is CaptureState.READY
+        assert moody.sender.idle and len(twin(moody).captures) >= MAX_LEDGER
+
     def test_the_ledger_is_bounded(self, moody: Lab, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
         twin(moody).trouble = SidecarUnreachable("away")
         moody.whole(4)

@@ -182,6 +182,31 @@ class TestEnd:
         told = step(t)
         assert told.tables == [] and [finish.held for finish in told.finished] == [False]
 
+    @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+    def test_a_hit_on_what_another_connector_brings_in_the_same_step(self, v2: bool) -> None:
+        """`a` was computed here, lost its blocks and is given them back loaded; `b` hits them at once."""
+        t = tracker()
+        step(t, arrival("a", [1, 2], 6), a=6)
+        step(t, preempted=("a",))
+        t.origins.offered("a", 0)
+        t.origins.offered("b", 4)
+        new = arrival("b", [7, 9], 6, 4)
+        if v2:
+            told = step(t, new, arrival("a", [7, 8], 6, 4), a=2, b=2)
+        else:
+            told = step(t, new, progress=(Progress("a", [7, 8], 4, resumed=True),), a=2, b=2)
+        assert {(failure.request_id, failure.reason) for failure in told.failed} == {
+            ("a", FailReason.EXTERNAL_PREFIX),
+            ("b", FailReason.EXTERNAL_PREFIX),
+        }
+
+    def test_a_load_for_a_request_that_ends_before_it_is_scheduled(self) -> None:
+        t = tracker()
+        t.origins.offered("a", 0)
+        assert not t.finish(ended("a", 6, computed=4, reason="abort"), [7, 8]).hold
+        (failure,) = step(t, arrival("b", [7, 9], 6, 4), b=2).failed
+        assert (failure.request_id, failure.reason) == ("b", FailReason.EXTERNAL_PREFIX)
+
     def test_a_table_that_does_not_cover_the_rows(self) -> None:
         t = tracker()
         step(t, arrival("a", [3, 4], 6), a=6)

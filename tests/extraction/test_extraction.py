@@ -301,6 +301,34 @@ def test_second_captures_of_a_sample_are_removed_the_older_stays(sidecar: Sideca
     assert [r.state for r in captures(sidecar, "doubled-elsewhere")] == [CaptureState.READY]
 
 
+def test_a_row_whose_double_was_removed_and_whose_capture_was_used_up_is_not_lost(
+    sidecar: SidecarThread, engine: FakeEngine
+) -> None:
+    row, other = fresh_rows(2)
+    assert Run([engine.url], sidecar.url, "pair")([row]).complete
+    (first,) = captures(sidecar, "pair")
+    about = {"dataset": "pair", "sample_id": "0", "tags": {}, "expected_content_hash": first.content_hash}
+    double = new_capture_id()
+    engine.open(double, row["input_ids"], about, engine.cuts)  # type: ignore[arg-type]
+    engine.end(double, row["input_ids"], "", engine.cuts)  # type: ignore[arg-type]
+
+    def use_up(number: int, sample: str) -> str:
+        dataset = LeasedDataset(sidecar.url, dataset="pair", idle_s=0.2, delete=True)
+        for lent in dataset:
+            dataset.ack(lent)
+        engine.fault = lambda number, sample: ""
+        return ""
+
+    engine.fault = use_up
+    ledger = Run([engine.url], sidecar.url, "pair")([row, other])
+    assert ledger.complete, ledger.missing
+    states = {r.capture_id: (r.state, r.reason) for r in captures(sidecar, "pair") if r.sample_id == "0"}
+    assert states == {
+        first.capture_id: (CaptureState.EXPIRED, "consumed"),
+        double: (CaptureState.EXPIRED, None),
+    }
+
+
 def test_what_the_sidecar_removed_before_the_end_is_listed(tmp_path: Path) -> None:
     """A store of eight captures, and 24 rows: of which the first were there, and the last repeats one of them."""
     small = start_sidecar(tmp_path / "store", quota=8 * 2048, evict="oldest")

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hsconnector.protocol import CaptureState, FailReason, new_capture_id
 from server import catalog as module
 from server.catalog import Catalog, Filter, _where
-from server.leases import Leases, Unheld
+from server.leases import Leases, Unheld, Wanted
 from server.metrics import Metrics
 from server.records import Record, describe
 from server.verdict import SlotStats, Verdict
@@ -203,6 +204,25 @@ def test_what_ended_long_ago_is_forgotten(path: Path, catalog: Catalog) -> None:
         names = {row[0] for row in database.execute("SELECT DISTINCT capture_id FROM client_ids")}
     database.close()
     assert names == left
+
+
+def test_what_comes_after_forgetting_is_lent(path: Path, catalog: Catalog) -> None:
+    """A queue knows what it has lent by SQLite's row numbers, which must not begin again."""
+    old = [record(created=1) for _ in range(20)]
+    put(catalog, *old)
+    leases = Leases(path, Metrics())
+    try:
+        lease = leases.take(Wanted(consumer="c", count=100))
+        leases.ack(lease.lease_id, remove=True)
+        assert leases.take(Wanted(consumer="c", count=100)).captures == ()
+        put(catalog, *(msgspec.structs.replace(each, state=CaptureState.EXPIRED, finished=2.0) for each in old))
+        assert catalog.forget(1000, 500) == 19
+        new = [record(created=3) for _ in range(15)]
+        put(catalog, *new)
+        lent = leases.take(Wanted(consumer="c", count=100)).captures
+        assert {each.record.capture_id for each in lent} == {each.capture_id for each in new}
+    finally:
+        leases.close()
 
 
 def test_a_capture_that_left_keeps_no_verdict(catalog: Catalog) -> None:
