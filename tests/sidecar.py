@@ -17,7 +17,7 @@ from server.listen import SidecarServer, listen, public_url_of, url_of
 from server.service import Sidecar
 from server.settings import Settings
 
-__all__ = ["SidecarProcess", "SidecarThread", "start_sidecar", "start_sidecar_process"]
+__all__ = ["SidecarProcess", "SidecarThread", "start_sidecar", "start_sidecar_process", "start_sidecar_with_shm"]
 
 START_S = 30
 
@@ -56,6 +56,12 @@ class SidecarThread:
     def _close_sockets(self) -> None:
         for bound in self._sockets:
             bound.close()
+
+
+def start_sidecar_with_shm(root: Path) -> SidecarThread:
+    """A sidecar on a thread, with a folder of its own in the place of /dev/shm."""
+    (root / "shm").mkdir()
+    return start_sidecar(root / "store", shm_dir=root / "shm")
 
 
 class SidecarProcess:

@@ -148,12 +148,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         external = compat.external_tokens(request, num_external_tokens)
         if external > 0 and self.tracker is not None:
             table = compat.table_of(blocks, self._group.index)
-            self.tracker.origins.loaded(request.request_id, external, table)
-            self.tracker.fail(
-                request.request_id,
-                FailReason.EXTERNAL_PREFIX,
-                f"{external} tokens were loaded from outside and have no hidden states here",
-            )
+            detail = self.tracker.origins.loaded(request.request_id, external, table)
+            self.tracker.fail(request.request_id, FailReason.EXTERNAL_PREFIX, detail)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's news for the workers."""

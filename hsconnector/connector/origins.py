@@ -36,9 +36,9 @@ class Origins:
         """The engine asks who has more than these tokens, which it has itself."""
         self._local[request_id] = local
 
-    def loaded(self, request_id: str, external: int, table: Sequence[int]) -> None:
-        """Another connector brings so many tokens into these blocks, beyond what the engine had."""
-        self._fill(self._local.get(request_id, 0), external, table)
+    def loaded(self, request_id: str, external: int, table: Sequence[int]) -> str:
+        """Another connector brings so many tokens, beyond what the engine had: what is wrong with these blocks."""
+        return self._fill(self._local.get(request_id, 0), external, table)
 
     def computed(self, blocks: Sequence[int]) -> None:
         """These blocks are new to a request, which computes their rows here."""
@@ -48,8 +48,7 @@ class Origins:
         """A request is scheduled, for the first time or again, or over before that: what was loaded for it, or None."""
         found = num_computed - self._local.pop(request_id, num_computed)
         if found >= (1 if self._seen else self._hit_size):
-            self._fill(num_computed - found, found, table)
-            return f"{found} tokens were loaded from outside and have no hidden states here"
+            return self._fill(num_computed - found, found, table)
         return None
 
     def hit(self, table: Sequence[int], num_computed: int) -> str | None:
@@ -71,9 +70,10 @@ class Origins:
         """The request is over."""
         self._local.pop(request_id, None)
 
-    def _fill(self, local: int, external: int, table: Sequence[int]) -> None:
+    def _fill(self, local: int, external: int, table: Sequence[int]) -> str:
         self._seen = True
         self._foreign.update(table[local // self._block_size : self._blocks(local + external)])
+        return f"{external} tokens were loaded from outside and have no hidden states here"
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)

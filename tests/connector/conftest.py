@@ -7,7 +7,7 @@ import pytest
 
 from tests.connector.lab import Reader
 from tests.connector.network import Switch
-from tests.sidecar import SidecarThread, start_sidecar
+from tests.sidecar import SidecarThread, start_sidecar_with_shm
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,7 @@ def heard_log() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]:
-    root = tmp_path_factory.mktemp("sidecar")
-    (root / "shm").mkdir()
-    started = start_sidecar(root / "store", shm_dir=root / "shm")
+    started = start_sidecar_with_shm(tmp_path_factory.mktemp("sidecar"))
     yield started
     started.stop()
 

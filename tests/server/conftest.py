@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.engine import Engine, SharedFile
-from tests.sidecar import SidecarThread, start_sidecar
+from tests.sidecar import SidecarThread, start_sidecar_with_shm
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]:
-    root = tmp_path_factory.mktemp("sidecar")
-    (root / "shm").mkdir()
-    sidecar = start_sidecar(root / "store", shm_dir=root / "shm")
+    sidecar = start_sidecar_with_shm(tmp_path_factory.mktemp("sidecar"))
     yield sidecar
     sidecar.stop()
 

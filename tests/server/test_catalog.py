@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -94,17 +96,30 @@ def test_a_locked_index_is_left_as_it_is(path: Path, monkeypatch: pytest.MonkeyP
     again.close()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_index_without_permission_is_left_as_it_is(path: Path) -> None:
-    Catalog(path).close()
-    path.parent.chmod(0o500)
-    path.chmod(0o400)
+@contextlib.contextmanager
+def no_root() -> Iterator[None]:
+    """Root may write everywhere, so for a moment it is somebody else."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
     try:
-        with pytest.raises(sqlite3.OperationalError, match="let the user of the sidecar write it"):
-            Catalog(path)
+        yield
     finally:
-        path.parent.chmod(0o700)
-    assert contents(path.parent) == ["catalog.sqlite"]
+        os.seteuid(user)
+
+
+def test_an_index_without_permission_is_left_as_it_is() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "catalog.sqlite"
+        Catalog(path).close()
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        try:
+            with no_root(), pytest.raises(sqlite3.OperationalError, match="let the user of the sidecar write it"):
+                Catalog(path)
+        finally:
+            path.parent.chmod(0o700)
+        assert contents(path.parent) == ["catalog.sqlite"]
 
 
 def test_a_folder_in_the_place_of_the_index(path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import sqlite3
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -328,25 +326,32 @@ def test_a_shard_that_cannot_be_read_stays_where_it_is(
     running.stop()
 
 
-def test_what_cannot_be_moved_or_removed_ends_no_start(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_moved_or_removed_ends_no_start(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Shards on another file system than the store, a folder named like a part, a file in the place of a folder."""
     name, bad = fill(store, 2)
     shard(store, bad).write_bytes(b"no shard")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
-        if Path(other).stat().st_dev == store.stat().st_dev:
-            pytest.skip("/dev/shm is no file system of its own here")
-        shutil.move(store / "captures", f"{other}/captures")
-        (store / "captures").symlink_to(f"{other}/captures")
-        (shard(store, name).parent / f".{new_capture_id()}.part").mkdir()
-        free = next(folder for folder in ("00", "11", "22") if not (store / "captures" / folder).exists())
-        (store / "captures" / free).write_text("no folder")
-        for _ in range(2):
-            running = start_sidecar(store)
-            assert listing(running) == {name: "ready", bad: "expired"}
-            running.stop()
-        assert shard(store, bad).exists()
-        assert f"{shard(store, bad)} is not a whole shard" in caplog.text
-        assert f"it cannot be moved to {store / 'damaged'}: [Errno {errno.EXDEV}]" in caplog.text
+    rename = Path.rename
+
+    def across(path: Path, target: Path) -> Path:
+        if target.parent == store / "damaged":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", across)
+    (store / "captures").rename(tmp_path / "disk")
+    (store / "captures").symlink_to(tmp_path / "disk")
+    (shard(store, name).parent / f".{new_capture_id()}.part").mkdir()
+    free = next(folder for folder in ("00", "11", "22") if not (store / "captures" / folder).exists())
+    (store / "captures" / free).write_text("no folder")
+    for _ in range(2):
+        running = start_sidecar(store)
+        assert listing(running) == {name: "ready", bad: "expired"}
+        running.stop()
+    assert shard(store, bad).exists()
+    assert f"{shard(store, bad)} is not a whole shard" in caplog.text
+    assert f"it cannot be moved to {store / 'damaged'}: [Errno {errno.EXDEV}]" in caplog.text
 
 
 def test_a_shard_that_is_gone(store: Path) -> None:
