@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from hsconnector.reference.model.model import ReferenceModel
 from openai import OpenAI
 from rich.cells import set_cell_size
 from rich.console import Console
 
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.cli.show import readable_bytes
 from hsconnector.cli.verify import Report, check, sentence
-from hsconnector.client import CaptureRecord, Client
+from hsconnector.client import Client
 from hsconnector.errors import CaptureError, HSConnectorError
-from hsconnector.reference import ReferenceModel
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from hsconnector.protocol import Batch, Open, Rows
+from hsconnector.capture.protocol import Batch, Open, Rows
 from server.metrics import Metrics
 from server.retention import Retention
 from server.shards import header_room, metadata_of

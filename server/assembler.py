@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     CaptureInfo,
     CaptureState,
     Commit,

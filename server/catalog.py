@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from hsconnector.protocol import CaptureState
-from server.records import Record, client_ids, kept
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import Record, client_ids, kept
 
 __all__ = ["BrokenIndex", "Catalog", "Filter", "Page", "is_broken", "refusal"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hsconnector.errors import RingError
-from hsconnector.protocol import (
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
     CaptureState,
@@ -29,19 +29,19 @@ from hsconnector.protocol import (
     ProducerAccepted,
     Rows,
     Span,
-    content_hash,
 )
+from hsconnector.capture.record import Finding, Record, Verdict, client_ids, record_of, returns
+from hsconnector.errors import RingError
 from server.assembler import Assembly, Step
 from server.catalog import Catalog
 from server.metrics import Metrics
-from server.records import Record, client_ids, record_of, returns
 from server.refusals import producer_unknown, sequence_gap
 from server.rings import Ring
 from server.settings import OnUnsound, Settings
 from server.shards import ShardWriter
 from server.store import FULL, Store
 from server.streams import OpenCapture, Stream, check_info
-from server.verdict import Finding, Judge, Verdict
+from server.verdict import Judge
 
 __all__ = ["Ingest"]
 

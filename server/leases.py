@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 
+from hsconnector.capture.protocol import CaptureState, FailReason
+from hsconnector.capture.record import Record
 from hsconnector.errors import StoreError
-from hsconnector.protocol import CaptureState, FailReason
 from server.metrics import Metrics
-from server.records import Record
 from server.refusals import Refusal
 
 __all__ = ["Ack", "Lease", "LeaseFilter", "Leases", "Lent", "Outcome", "Unheld", "Wanted"]

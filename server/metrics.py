@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hsconnector.protocol import CaptureState, FailReason
+from hsconnector.capture.protocol import CaptureState, FailReason
 
 __all__ = ["OUTCOMES", "REASONS", "REMOVED", "Metrics"]
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from hsconnector.capture.protocol import DTYPE_BYTES
 from hsconnector.errors import ShardError
-from hsconnector.protocol import DTYPE_BYTES
 from server.shards import PIECE_BYTES, ShardHeader, build_header, read_header
 
 __all__ = ["Selection", "ShardFile", "View"]

@@ -21,15 +21,15 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from hsconnector.capture.protocol import CaptureState, FailReason, is_capture_id
+from hsconnector.capture.record import Record, Verdict, returns
 from hsconnector.errors import ShardError, StoreError
-from hsconnector.protocol import CaptureState, FailReason, is_capture_id
 from server.catalog import Catalog, is_broken, refusal, two_hex
 from server.metrics import Metrics
-from server.records import Record, returns
 from server.shards import PIECE_BYTES, ShardHeader, is_regular, read_header
 from server.store import Store
 from server.streams import LARGEST
-from server.verdict import Judge, Verdict
+from server.verdict import Judge
 
 __all__ = ["inspect_shard", "record_of_shard", "recover", "reindex_store"]
 

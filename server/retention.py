@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from hsconnector.protocol import CaptureState, FailReason
+from hsconnector.capture.protocol import CaptureState, FailReason
+from hsconnector.capture.record import Record
 from server.catalog import Catalog, Filter
 from server.leases import Leases, Unheld
 from server.metrics import Metrics
 from server.readers import Readers
-from server.records import Record
 from server.settings import Evict
 from server.store import Store
 

@@ -8,8 +8,8 @@ import os
 import stat
 from pathlib import Path
 
+from hsconnector.capture.protocol import RingOffer
 from hsconnector.errors import RingError
-from hsconnector.protocol import RingOffer
 
 __all__ = ["Ring"]
 

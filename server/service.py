@@ -12,6 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hsconnector.capture.protocol import (
+    MAX_MESSAGES_BYTES,
+    BatchAnswer,
+    CaptureState,
+    Producer,
+    ProducerAccepted,
+    decode_batch,
+    is_capture_id,
+)
+from hsconnector.capture.record import Record, describe, returns
 from hsconnector.errors import (
     CaptureError,
     CaptureExpired,
@@ -21,15 +31,6 @@ from hsconnector.errors import (
     CaptureQuarantined,
     StoreError,
 )
-from hsconnector.protocol import (
-    MAX_MESSAGES_BYTES,
-    BatchAnswer,
-    CaptureState,
-    Producer,
-    ProducerAccepted,
-    decode_batch,
-    is_capture_id,
-)
 from server.admission import Admission
 from server.catalog import Catalog, Filter, Page
 from server.ingest import Ingest
@@ -37,7 +38,6 @@ from server.leases import Leases
 from server.lending import Lending
 from server.metrics import Metrics
 from server.readers import Readers
-from server.records import Record, describe, returns
 from server.recovery import recover
 from server.refusals import Refusal
 from server.retention import Limits, Retention

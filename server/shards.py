@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from hsconnector.capture.protocol import DTYPE_BYTES, CaptureInfo, Producer
 from hsconnector.errors import ShardError
-from hsconnector.protocol import DTYPE_BYTES, CaptureInfo, Producer
 
 __all__ = [
     "MAX_FINISH_REASON",

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hsconnector.capture.protocol import CaptureState
 from hsconnector.errors import StoreError
-from hsconnector.protocol import CaptureState
 
 __all__ = ["FULL", "Store"]
 

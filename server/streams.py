@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hsconnector.errors import ProtocolError
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     DTYPE_BYTES,
     MAX_TEXT_BYTES,
     MAX_TEXTS_BYTES,
@@ -23,6 +22,7 @@ from hsconnector.protocol import (
     encode,
     is_capture_id,
 )
+from hsconnector.errors import ProtocolError
 from server.assembler import Assembly
 from server.refusals import unprocessable, wrong_version
 from server.rings import Ring

@@ -23,11 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LISTED", "MIN_RUN", "NORM_EVERY", "Finding", "Judge", "SlotStats", "Verdict"]
+from hsconnector.capture.record import Finding, SlotStats, Verdict
+
+__all__ = ["LISTED", "MIN_RUN", "NORM_EVERY", "Judge"]
 
 MIN_RUN = 4
 """Equal consecutive rows that count: fewer can be legitimate (a token repeated in a model's first layers)."""
@@ -38,40 +39,6 @@ NORM_EVERY = 16
 _PROBES = 8
 
 Flags = npt.NDArray[np.bool_]
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that is wrong, and where."""
-
-    reason: str
-    count: int
-    """Rows concerned (slots, for `zero_slots` and `equal_slots`)."""
-    rows: tuple[int, ...] = ()
-    slots: tuple[int, ...] = ()
-    detail: str = ""
-
-
-class SlotStats(msgspec.Struct, frozen=True):
-    """What one slot looks like; a number that is not finite is None."""
-
-    slot: int
-    layer_id: int
-    mean_norm: float | None
-    """Mean Euclidean norm over every `NORM_EVERY`-th row."""
-    minimum: float | None
-    maximum: float | None
-    zero_fraction: float
-    """Rows in which this slot is all zero, as a fraction."""
-    non_finite_rows: int
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """Sound or not, and why."""
-
-    sound: bool
-    reasons: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    slots: tuple[SlotStats, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import torch
 
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
     CaptureInfo,

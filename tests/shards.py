@@ -10,7 +10,7 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from hsconnector.protocol import new_capture_id
+from hsconnector.capture.protocol import new_capture_id
 
 
 def shard_bytes(

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import torch
 
+from hsconnector.capture.layers import choose_layers
 from hsconnector.cli.command_line import extraction_options
 from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.layout.presets import choose_layers
 from tests.feeding import Feeder
 from tests.sidecar import SidecarThread
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hsconnector.cli.show import plain, readable_bytes
 from hsconnector.client import DEFAULT_URL
+from hsconnector.client.sources import Source, open_source
 from hsconnector.errors import SettingsError
 from hsconnector.formats import FORMATS, find_format
 from hsconnector.formats.check import Finding, check_export
@@ -22,8 +23,7 @@ from hsconnector.formats.manifest import Entry, Manifest, read_manifest
 from hsconnector.formats.norm import NormKind
 from hsconnector.formats.prepare import Prepared, Request, prepare
 from hsconnector.formats.sample import Format
-from hsconnector.formats.source import Source, open_source
-from hsconnector.reference import ReferenceModel
+from hsconnector.reference.model.model import ReferenceModel
 
 __all__ = ["export"]
 

@@ -23,20 +23,20 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from hsconnector.capture.protocol import MAX_TEXT_BYTES
 from hsconnector.cli.show import plain
 from hsconnector.client import DEFAULT_URL
 from hsconnector.errors import HSConnectorError, SettingsError, SidecarUnreachable, UnsupportedError
-from hsconnector.extraction.chat import ChatTokenizer, load_tokenizer
 from hsconnector.extraction.connection import connect
 from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
 from hsconnector.extraction.extraction import Extraction, Order
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.prompts import Missing, Prompt, PromptReader
-from hsconnector.extraction.rows import Rows, open_rows
-from hsconnector.extraction.saved import SavedDataset
 from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import Target, choose_target
-from hsconnector.protocol import MAX_TEXT_BYTES
+from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
+from hsconnector.prompts.files import Rows, open_rows
+from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
+from hsconnector.prompts.saved import SavedDataset
 
 __all__ = ["extract"]
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from hsconnector.calls import Calls
+from hsconnector.capture.protocol import CaptureState
 from hsconnector.cli.quantities import parse_bytes, parse_duration
 from hsconnector.cli.show import plain, readable_bytes
 from hsconnector.client import DEFAULT_URL
+from hsconnector.client.calls import Calls
 from hsconnector.errors import SettingsError
-from hsconnector.protocol import CaptureState
 
 __all__ = ["gc"]
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from hsconnector.capture.layers import choose_layers
 from hsconnector.cli.command_line import DEFAULT_SIDECAR, printable, serve_command
 from hsconnector.errors import SettingsError, UnsupportedError
 from hsconnector.layout.models import read_config
-from hsconnector.layout.presets import choose_layers
 
 __all__ = ["launch"]
 

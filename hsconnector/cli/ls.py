@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.cli.quantities import parse_duration
 from hsconnector.cli.show import plain, readable_bytes
-from hsconnector.client import DEFAULT_URL, CaptureRecord, Client
+from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import SettingsError
-from hsconnector.protocol import CaptureState
 
 __all__ = ["ls"]
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from hsconnector.capture.layers import choose_layers
 from hsconnector.cli.command_line import printable, serve_command
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.capacity import Capacity
 from hsconnector.layout.defects import explain_kv_refusal
 from hsconnector.layout.models import read_config, read_model
 from hsconnector.layout.plan import ENGINE_VERSION, Plan, make_plan
-from hsconnector.layout.presets import choose_layers
 from hsconnector.layout.serving import Serving
 
 __all__ = ["parse_bytes", "parse_count", "plan", "plan_as_json", "plan_as_text"]

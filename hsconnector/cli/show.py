@@ -13,11 +13,12 @@ import msgspec
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from hsconnector.client import DEFAULT_URL, CaptureRecord, Client
+from hsconnector.capture.layers import slot_name
+from hsconnector.capture.protocol import is_capture_id
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import ShardHeader, open_header
+from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import CaptureNotFound
-from hsconnector.layout.presets import slot_name
-from hsconnector.protocol import is_capture_id
-from hsconnector.shard import ShardHeader, open_header
 
 __all__ = ["columns", "plain", "readable_bytes", "show"]
 

@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.cli.show import columns, plain
 from hsconnector.client import DEFAULT_URL, Client
-from hsconnector.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
 from hsconnector.errors import CaptureNotFound, SettingsError
-from hsconnector.protocol import CaptureState
-from hsconnector.reference import ReferenceModel
-from hsconnector.shard import Capture, open_shard
+from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
+from hsconnector.reference.model.model import ReferenceModel
 
 __all__ = ["Report", "check", "sentence", "verify"]
 

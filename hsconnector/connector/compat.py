@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from hsconnector.capture.protocol import FailReason, Producer
 from hsconnector.connector.tracker import Arrival, Ended, Progress, Scheduled, Wish
 from hsconnector.connector.vllm_specs import groups_from_vllm
 from hsconnector.errors import LayoutError, SettingsError, UnsupportedError
 from hsconnector.layout.locate import check_view_block_size
 from hsconnector.layout.started import StartReport, check_started
-from hsconnector.protocol import FailReason, Producer
 
 __all__ = [
     "block_major",

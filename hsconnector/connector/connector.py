@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from hsconnector.capture.protocol import FailReason, RowsKind
 from hsconnector.connector import compat
 from hsconnector.connector.gather import gather_for, pin
 from hsconnector.connector.lockfiles import LockFiles, shard_path
@@ -32,7 +33,6 @@ from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.started import StartReport
-from hsconnector.protocol import FailReason, RowsKind
 
 __all__ = ["HiddenStatesConnector"]
 

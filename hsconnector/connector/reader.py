@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from hsconnector.capture.protocol import CaptureInfo, FailReason
 from hsconnector.connector.step import Finish, Step, TableChange
-from hsconnector.protocol import CaptureInfo, FailReason
 
 __all__ = ["Capture", "Reader"]
 

@@ -17,14 +17,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from hsconnector.connector.lockfiles import LockFiles
-from hsconnector.connector.ring import Ring
-from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.stream import Item, Loss, Stream, Ticket, address
-from hsconnector.connector.texts import clean_info, clean_text
-from hsconnector.connector.transport import Transport
-from hsconnector.errors import ProducerUnknown, RingError, SidecarRefused, SidecarUnreachable, TransportError
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     PROTOCOL_VERSION,
     Batch,
     BatchAnswer,
@@ -43,6 +36,13 @@ from hsconnector.protocol import (
     Rows,
     Span,
 )
+from hsconnector.connector.lockfiles import LockFiles
+from hsconnector.connector.ring import Ring
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.stream import Item, Loss, Stream, Ticket, address
+from hsconnector.connector.texts import clean_info, clean_text
+from hsconnector.connector.transport import Transport
+from hsconnector.errors import ProducerUnknown, RingError, SidecarRefused, SidecarUnreachable, TransportError
 
 __all__ = ["Sender", "Stream"]
 

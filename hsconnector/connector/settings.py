@@ -11,9 +11,9 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from hsconnector.capture.protocol import MAX_TEXT_BYTES, MAX_TEXTS_BYTES, FailReason, RowsKind
 from hsconnector.connector.tracker import Wish
 from hsconnector.errors import SettingsError
-from hsconnector.protocol import MAX_TEXT_BYTES, MAX_TEXTS_BYTES, FailReason, RowsKind
 
 __all__ = ["REQUEST_KEY", "ConnectorSettings", "RequestSettings", "parse_settings", "parse_wish"]
 

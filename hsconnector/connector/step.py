@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hsconnector.protocol import CaptureInfo, FailReason
+from hsconnector.capture.protocol import CaptureInfo, FailReason
 
 __all__ = ["Failure", "Finish", "Step", "TableChange"]
 

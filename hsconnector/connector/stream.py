@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
+from hsconnector.capture.protocol import CaptureInfo, Commit, FailReason, Message, Open, ProducerAccepted, Rows, Span
 from hsconnector.connector.ring import Ring
-from hsconnector.protocol import CaptureInfo, Commit, FailReason, Message, Open, ProducerAccepted, Rows, Span
 
 __all__ = ["Item", "Loss", "Stream", "Ticket", "address"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hsconnector.protocol import CaptureInfo
+from hsconnector.capture.protocol import CaptureInfo
 
 __all__ = ["MAX_REQUEST_ID_BYTES", "clean_info", "clean_text"]
 

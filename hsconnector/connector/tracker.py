@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hsconnector.capture.protocol import CaptureInfo, FailReason, RowsKind, new_capture_id, pack_token_ids
 from hsconnector.connector.origins import Origins
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
-from hsconnector.protocol import CaptureInfo, FailReason, RowsKind, new_capture_id, pack_token_ids
 
 __all__ = ["Arrival", "Ended", "Ending", "Progress", "Scheduled", "Tracker", "Wish"]
 

@@ -12,9 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpcore
 
-from hsconnector.connector.deadline import DeadlineBackend
-from hsconnector.errors import ProducerUnknown, ProtocolError, SidecarRefused, SidecarUnreachable, TransportError
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     PROTOCOL_VERSION,
     Batch,
     BatchAnswer,
@@ -35,6 +33,8 @@ from hsconnector.protocol import (
     encode,
     encode_batch,
 )
+from hsconnector.connector.deadline import DeadlineBackend
+from hsconnector.errors import ProducerUnknown, ProtocolError, SidecarRefused, SidecarUnreachable, TransportError
 
 __all__ = ["HttpTransport", "InMemoryTransport", "StoredCapture", "Transport"]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
+from hsconnector.capture.protocol import Commit, FailReason
 from hsconnector.connector.gather import BUFFER_BYTES, Gather, Ticket, rows_tensor
 from hsconnector.connector.reader import Capture, Reader
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.sender import Sender, Stream
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Step
-from hsconnector.protocol import Commit, FailReason
 
 __all__ = ["Worker"]
 

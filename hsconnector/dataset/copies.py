@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from hsconnector.calls import Calls
-from hsconnector.client import Capture, CaptureRecord, Client
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture, open_shard
+from hsconnector.client import Client
+from hsconnector.client.calls import Calls
+from hsconnector.client.sources import StoreSource
 from hsconnector.errors import CaptureError, SettingsError, ShardError, SidecarUnreachable, StoreError
-from hsconnector.formats.source import StoreSource
-from hsconnector.protocol import CaptureState
-from hsconnector.shard import open_shard
 
 __all__ = ["Failures", "Fetcher", "Place", "Sidecar", "Sources", "Store", "View", "open_sources"]
 

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hsconnector.calls import Refused
-from hsconnector.client import Capture, CaptureRecord
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture
+from hsconnector.client.calls import Refused
 from hsconnector.dataset.copies import FIRST_PAUSE_S, Failures, Fetcher, Place, Sidecar, View
 from hsconnector.dataset.prefetch import Prefetch
 from hsconnector.dataset.samples import Sample, make_sample, rows_by_tokens
 from hsconnector.errors import CaptureError, SettingsError, SidecarUnreachable, TransportError
-from hsconnector.formats.rows import DataRow, token_hash
+from hsconnector.prompts.labels import DataRow, token_hash
 
 __all__ = ["Acked", "LeasedDataset"]
 

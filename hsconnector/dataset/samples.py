@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from hsconnector.client import Capture, CaptureRecord
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture
 from hsconnector.dataset.copies import Place, View
 from hsconnector.errors import CaptureNotFound, SettingsError
-from hsconnector.formats.rows import DataRow, read_rows
-from hsconnector.protocol import content_hash
+from hsconnector.prompts.labels import DataRow, read_rows
 
 __all__ = ["Entry", "Sample", "choose_entries", "common_layers", "make_sample", "rows_by_tokens"]
 

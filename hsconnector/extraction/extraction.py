@@ -12,14 +12,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hsconnector.client import CaptureRecord
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import HSConnectorError
 from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.prompts import Missing, Prompt
 from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import CaptureUnfit, Target, judge
-from hsconnector.protocol import CaptureState
+from hsconnector.prompts.prompt import Missing, Prompt
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
 

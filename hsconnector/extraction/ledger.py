@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hsconnector.extraction.prompts import Missing, Prompt
+from hsconnector.prompts.prompt import Missing, Prompt
 
 __all__ = ["Fate", "Ledger"]
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from hsconnector.client import CaptureRecord
+from hsconnector.capture.protocol import CaptureState, Producer
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import SidecarRefused, SidecarUnreachable
 from hsconnector.extraction.connection import RETRIED_STATUS, said
-from hsconnector.protocol import CaptureState, Producer
 
 __all__ = ["Sidecar"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hsconnector.client import CaptureRecord
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.layers import choose_layers
+from hsconnector.capture.protocol import CaptureState, FailReason, Producer, pack_token_ids
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import SettingsError, UnsupportedError
-from hsconnector.extraction.prompts import Prompt
-from hsconnector.layout.presets import choose_layers
-from hsconnector.protocol import CaptureState, FailReason, Producer, content_hash, pack_token_ids
+from hsconnector.prompts.prompt import Prompt
 
 __all__ = ["CaptureUnfit", "Target", "choose_target", "judge"]
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hsconnector.comparison import DEFAULT_TOLERANCES, compare, explain
 from hsconnector.errors import SettingsError, ShardError, StoreError
 from hsconnector.formats.manifest import Description, Entry
-from hsconnector.formats.rows import token_hash
 from hsconnector.formats.sample import Exported, Format
-from hsconnector.reference import ReferenceModel
+from hsconnector.prompts.labels import token_hash
+from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, compare, explain
+from hsconnector.reference.model.model import ReferenceModel
 
 __all__ = ["EXPORT_TOLERANCES", "Finding", "check_export", "check_file", "relative_errors"]
 

@@ -15,14 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hsconnector.capture.shard import Capture
+from hsconnector.client.sources import Source
 from hsconnector.errors import CaptureError, HSConnectorError, ShardError, StoreError
 from hsconnector.formats.jobs import Job, Problem
 from hsconnector.formats.manifest import Entry, Manifest
 from hsconnector.formats.norm import FinalNorm
-from hsconnector.formats.rows import token_hash
 from hsconnector.formats.sample import Format, Layers, Sample
-from hsconnector.formats.source import Source
-from hsconnector.shard import Capture
+from hsconnector.prompts.labels import token_hash
 
 __all__ = ["Exporter", "Link", "Outcome"]
 

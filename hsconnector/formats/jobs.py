@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hsconnector.client import CaptureRecord
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.client.sources import Listing, Unready
 from hsconnector.errors import SettingsError
-from hsconnector.formats.rows import DataRow
 from hsconnector.formats.sample import Format
-from hsconnector.formats.source import Listing, Unready
+from hsconnector.prompts.labels import DataRow
 
 __all__ = ["Job", "Jobs", "Problem", "common_identity", "make_jobs"]
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsconnector.client import CaptureRecord
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.layers import parse_layer_ids, slot_name
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.client.sources import Listing, Source
 from hsconnector.errors import CaptureNotFound, SettingsError
 from hsconnector.formats.jobs import Jobs, Problem, common_identity, make_jobs
 from hsconnector.formats.manifest import Description
 from hsconnector.formats.norm import FinalNorm, NormKind, load_norm
-from hsconnector.formats.rows import DataRow, read_rows
 from hsconnector.formats.sample import Format, Layers
-from hsconnector.formats.source import Listing, Source
-from hsconnector.layout.presets import parse_layer_ids, slot_name
-from hsconnector.protocol import content_hash
+from hsconnector.prompts.labels import DataRow, read_rows
 
 __all__ = ["Prepared", "Request", "prepare"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hsconnector.capture.shard import Capture
 from hsconnector.errors import SettingsError
 from hsconnector.formats.norm import FinalNorm
-from hsconnector.shard import Capture
 
 __all__ = ["Exported", "Format", "Layers", "Sample", "split_layers"]
 

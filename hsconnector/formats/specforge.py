@@ -21,9 +21,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from hsconnector.capture.layers import trainer_counting
 from hsconnector.errors import SettingsError, ShardError, StoreError
 from hsconnector.formats.sample import Exported, Layers, Sample, split_layers
-from hsconnector.layout.presets import trainer_counting
 
 __all__ = ["DFlash", "DSpark", "Eagle3"]
 

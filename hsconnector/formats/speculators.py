@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hsconnector.capture.shard import data_hash, open_shard
 from hsconnector.errors import ShardError, StoreError
 from hsconnector.formats.sample import Exported, Layers, Sample, split_layers
-from hsconnector.shard import data_hash, open_shard
 
 __all__ = ["Speculators"]
 

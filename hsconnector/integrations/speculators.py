@@ -23,10 +23,13 @@ from urllib.parse import urlsplit
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
-from hsconnector.client import DEFAULT_URL, Capture, CaptureRecord, Client
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.protocol import CaptureState, is_capture_id
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture
+from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
 from hsconnector.integrations.target_layers import TargetLayers, parse_layer_ids, target_layers_of
-from hsconnector.protocol import CaptureState, content_hash, is_capture_id
 
 __all__ = ["NAME", "SidecarBackend", "SidecarTransfer", "Source", "register"]
 

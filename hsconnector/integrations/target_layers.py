@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hsconnector.capture.shard import Capture
 from hsconnector.errors import SettingsError
-from hsconnector.shard import Capture
 
 __all__ = ["TargetLayers", "parse_layer_ids", "target_layers_of"]
 

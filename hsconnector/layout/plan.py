@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hsconnector.capture.layers import LayerChoice, slot_name, trainer_counting
 from hsconnector.errors import LayoutError
 from hsconnector.layout.capacity import Capacity, capacity
 from hsconnector.layout.defects import Circumstances, Defect, biting, parse_version
 from hsconnector.layout.granularity import BlockSizes, check_granularity, resolve_block_sizes
 from hsconnector.layout.locate import HiddenGroup, locate_hidden_group
 from hsconnector.layout.models import Model
-from hsconnector.layout.presets import LayerChoice, slot_name, trainer_counting
 from hsconnector.layout.rules import Grouping, form_groups
 from hsconnector.layout.serving import CacheSpecs, Serving, cache_specs, pipeline_stages
 from hsconnector.layout.specs import Composite, Group, HiddenState, Spec, dtype_bytes

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from hsconnector.protocol import CaptureState
+from hsconnector.capture.protocol import CaptureState
 from server.catalog import Filter
 from server.routes.deps import Quarantined, Served, Wait
 from server.routes.tensors import send_tensors

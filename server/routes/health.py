@@ -7,7 +7,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from hsconnector.protocol import PROTOCOL_VERSION
+from hsconnector.capture.protocol import PROTOCOL_VERSION
 from server.routes.deps import Served
 
 __all__ = ["router"]

@@ -1,10 +1,10 @@
-"""The connector's side: streams and their batches. Bodies and answers are msgpack, see `hsconnector.protocol`."""
+"""The connector's side: streams and their batches, as msgpack; see `hsconnector.capture.protocol`."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from hsconnector.protocol import encode
+from hsconnector.capture.protocol import encode
 from server.routes.deps import Served, read_body
 
 __all__ = ["router"]

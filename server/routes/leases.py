@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from hsconnector.protocol import MAX_TEXT_BYTES, CaptureState
+from hsconnector.capture.protocol import MAX_TEXT_BYTES, CaptureState
 from server.catalog import Filter
 from server.leases import Ack, LeaseFilter, Wanted
 from server.retention import Limits, Selection

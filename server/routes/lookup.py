@@ -39,7 +39,10 @@ class Lookup(BaseModel):
 
     content_hashes: Annotated[
         list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]],
-        Field(max_length=MAX_HASHES, description="SHA-256 digests as `hsconnector.protocol.content_hash` makes them."),
+        Field(
+            max_length=MAX_HASHES,
+            description="SHA-256 digests as `hsconnector.capture.content` makes them.",
+        ),
     ]
 
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 from fastapi import Request, Response
 
+from hsconnector.capture.record import Record
 from hsconnector.errors import ShardError
 from server.http import MEDIA_TYPE, StreamedFile, Unsatisfiable, matches, parse_range
 from server.metrics import Metrics
 from server.reading import Selection, ShardFile, View
-from server.records import Record
 from server.refusals import bad_parameter
 from server.routes.deps import parse_layers, parse_rows
 from server.service import Sidecar

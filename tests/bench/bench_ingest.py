@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
     CaptureInfo,

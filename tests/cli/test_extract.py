@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.cli import main
-from hsconnector.client import CaptureRecord, Client
-from hsconnector.extraction.rows import open_rows
-from hsconnector.protocol import CaptureState
+from hsconnector.client import Client
+from hsconnector.prompts.files import open_rows
 from tests.extraction.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.models import tiny_tokenizer
 from tests.sidecar import SidecarThread, start_sidecar

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hsconnector.capture.protocol import FailReason, new_capture_id
 from hsconnector.cli import main
 from hsconnector.cli.show import plain, readable_bytes
 from hsconnector.client import Client
-from hsconnector.protocol import FailReason, new_capture_id
 from tests.feeding import Feeder
 from tests.shards import write_shard
 from tests.sidecar import start_sidecar

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hsconnector.reference.model.model import ReferenceModel
 
+from hsconnector.capture.shard import open_shard
 from hsconnector.cli import main
 from hsconnector.cli.verify import check, sentence
-from hsconnector.reference import ReferenceModel
-from hsconnector.shard import open_shard
 from tests.feeding import Feeder
+from tests.hugging_face import final_norm, reference_states
 from tests.models import LAYER_IDS, NUM_LAYERS, random_token_ids, tiny_qwen3
-from tests.reference import final_norm, reference_states
 from tests.shards import write_shard
 from tests.sidecar import start_sidecar
 

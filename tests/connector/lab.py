@@ -12,13 +12,13 @@ import msgspec
 import torch
 from safetensors.torch import load
 
+from hsconnector.capture.protocol import CaptureInfo, Producer, new_capture_id, pack_token_ids
 from hsconnector.connector.gather import Gather, gather_for
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.transport import HttpTransport, InMemoryTransport, Transport
 from hsconnector.connector.worker import Worker
-from hsconnector.protocol import CaptureInfo, Producer, new_capture_id, pack_token_ids
 
 LAYERS, HIDDEN, BLOCK = (0, 2, 4), 32, 16
 ROW = len(LAYERS) * HIDDEN * 4

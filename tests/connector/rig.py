@@ -34,13 +34,13 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from hsconnector.capture.protocol import CaptureState, Producer, unpack_token_ids
 from hsconnector.connector.connector import HiddenStatesConnector, StepMetadata
 from hsconnector.connector.gather import gather_for
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.transport import InMemoryTransport, StoredCapture
 from hsconnector.connector.worker import Worker
-from hsconnector.protocol import CaptureState, Producer, unpack_token_ids
 
 SLOTS, HIDDEN = 3, 2
 VOCAB = 5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hsconnector.capture.protocol import RowsKind
 from hsconnector.connector.step import Step
 from hsconnector.connector.tracker import Arrival, Ended, Progress, Scheduled, Tracker, Wish
-from hsconnector.protocol import RowsKind
 
 BLOCK = 4
 WAITING, RUNNING, PREEMPTED = "waiting", "running", "preempted"

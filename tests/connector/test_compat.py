@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from hsconnector.capture.protocol import FailReason
 from hsconnector.connector import compat
 from hsconnector.connector.compat import (
     block_major,
@@ -31,7 +32,6 @@ from hsconnector.connector.tracker import Wish
 from hsconnector.connector.vllm_specs import groups_from_vllm, spec_from_vllm
 from hsconnector.errors import LayoutError, SettingsError, UnsupportedError
 from hsconnector.layout.specs import Composite, FullAttention, HiddenState, Other
-from hsconnector.protocol import FailReason
 
 
 def config(**changes: Any) -> SimpleNamespace:

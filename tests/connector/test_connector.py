@@ -23,11 +23,11 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import hsconnector.connector
+from hsconnector.capture.protocol import CaptureInfo, FailReason
 from hsconnector.connector import compat
 from hsconnector.connector.connector import HiddenStatesConnector, StepMetadata
 from hsconnector.connector.step import Failure, Finish, Step
 from hsconnector.errors import LayoutError, SettingsError, UnsupportedError
-from hsconnector.protocol import CaptureInfo, FailReason
 from tests.connector.rig import SLOTS, engine_config, kv_cache_config
 from tests.models import tiny_qwen3
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from hsconnector.capture.protocol import CaptureInfo, FailReason
 from hsconnector.connector.reader import Capture, Reader
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.tracker import Wish
-from hsconnector.protocol import CaptureInfo, FailReason
 from tests.connector.scheduling import BLOCK, Engine, Request
 from tests.connector.tracker_machine import OUTPUT, TrackerMachine, tracker
 

@@ -11,8 +11,8 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
+from hsconnector.capture.protocol import CaptureState, FailReason
 from hsconnector.connector.tracker import Tracker
-from hsconnector.protocol import CaptureState, FailReason
 from tests.connector.rig import VOCAB, Rig, engine_config
 from tests.models import tiny_qwen3
 

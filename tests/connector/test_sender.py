@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hsconnector.connector import sender as sender_module
-from hsconnector.connector.sender import MAX_LEDGER, MAX_QUEUED, Sender
-from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.transport import InMemoryTransport
-from hsconnector.errors import SidecarRefused, SidecarUnreachable
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
     CaptureInfo,
@@ -31,6 +26,11 @@ from hsconnector.protocol import (
     is_capture_id,
     new_capture_id,
 )
+from hsconnector.connector import sender as sender_module
+from hsconnector.connector.sender import MAX_LEDGER, MAX_QUEUED, Sender
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.transport import InMemoryTransport
+from hsconnector.errors import SidecarRefused, SidecarUnreachable
 from tests.connector.lab import LONG, ROW, Lab, Reader, producer, running
 from tests.connector.network import eventually
 from tests.sidecar import SidecarThread, start_sidecar

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsconnector.capture.protocol import FailReason, RowsKind
 from hsconnector.connector.settings import ConnectorSettings, parse_settings, parse_wish
 from hsconnector.connector.tracker import Wish
 from hsconnector.errors import SettingsError
-from hsconnector.protocol import FailReason, RowsKind
 
 DEFAULT = ConnectorSettings()
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pickle
 
+from hsconnector.capture.protocol import CaptureInfo, FailReason, RowsKind
 from hsconnector.connector.connector import StepMetadata
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
-from hsconnector.protocol import CaptureInfo, FailReason, RowsKind
 
 INFO = CaptureInfo(
     capture_id="0" * 32,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from hsconnector.capture.protocol import FailReason, RowsKind, pack_token_ids
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.tracker import Arrival, Ended, Ending, Progress, Scheduled, Tracker, Wish
-from hsconnector.protocol import FailReason, RowsKind, pack_token_ids
 from tests.connector.scheduling import BLOCK
 from tests.connector.tracker_machine import OUTPUT, TrackerMachine, tracker
 

@@ -12,10 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hsconnector.connector.ring import Ring
-from hsconnector.connector.transport import HttpTransport, InMemoryTransport, Transport
-from hsconnector.errors import ProducerUnknown, SidecarRefused, SidecarUnreachable, TransportError
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     PROTOCOL_VERSION,
     Batch,
     BatchAnswer,
@@ -36,6 +33,9 @@ from hsconnector.protocol import (
     new_capture_id,
     pack_token_ids,
 )
+from hsconnector.connector.ring import Ring
+from hsconnector.connector.transport import HttpTransport, InMemoryTransport, Transport
+from hsconnector.errors import ProducerUnknown, SidecarRefused, SidecarUnreachable, TransportError
 from tests.connector.network import (
     BadSidecar,
     Behave,

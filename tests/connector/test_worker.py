@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason
 from hsconnector.connector.gather import HostGather, Ticket, gather_for
 from hsconnector.connector.step import Failure, Finish, Step
 from hsconnector.connector.transport import InMemoryTransport
-from hsconnector.protocol import CaptureInfo, CaptureState, FailReason
 from tests.connector.lab import BLOCK, HIDDEN, LAYERS, LONG, ROW, Lab
 from tests.connector.test_gather import Untouchable
 

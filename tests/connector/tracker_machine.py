@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hsconnector.capture.protocol import FailReason, RowsKind
 from hsconnector.connector.step import Finish, Step
 from hsconnector.connector.tracker import Tracker, Wish
-from hsconnector.protocol import FailReason, RowsKind
 from tests.connector.scheduling import BLOCK, PREEMPTED, RUNNING, WAITING, Engine, Request, counted_ids
 
 OUTPUT = Wish(rows=RowsKind.PROMPT_AND_OUTPUT)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hsconnector.client import CaptureRecord, Client
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.client import Client
 from hsconnector.errors import SidecarUnreachable
-from hsconnector.protocol import CaptureState
 from tests.engine.inprocess import Engine, Result, started, tokens
 from tests.sidecar import SidecarProcess, start_sidecar_process, wait_until_ready
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from hsconnector.client import CaptureRecord, Client
-from hsconnector.extraction.rows import open_rows
-from hsconnector.protocol import CaptureState
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.client import Client
+from hsconnector.prompts.files import open_rows
 from tests.engine.server import ApiServer
+from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS, VOCAB_SIZE, random_token_ids
-from tests.reference import reference_states
 from tests.sidecar import SidecarThread
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

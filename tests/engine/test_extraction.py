@@ -16,11 +16,13 @@ import httpx
 import pytest
 import torch
 
-from hsconnector.client import Capture, CaptureRecord, Client
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture
+from hsconnector.client import Client
 from hsconnector.errors import CaptureFailed
 from tests.engine.inprocess import Engine, Result, started, tokens
+from tests.hugging_face import final_norm, reference_model, reference_states
 from tests.models import LAYER_IDS
-from tests.reference import final_norm, reference_model, reference_states
 from tests.sidecar import SidecarThread
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from hsconnector.capture.layers import choose_layers
 from hsconnector.layout.models import read_config, read_model
 from hsconnector.layout.plan import Plan, make_plan
-from hsconnector.layout.presets import choose_layers
 from hsconnector.layout.serving import Serving
 from tests.models import tiny_gpt_oss, tiny_qwen3
 

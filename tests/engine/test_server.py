@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from hsconnector.client import CaptureRecord, Client
+from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.client import Client
 from hsconnector.errors import CaptureFailed
-from hsconnector.protocol import CaptureState
 from tests.engine.inprocess import tokens
 from tests.engine.server import ApiServer
+from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS
-from tests.reference import reference_states
 from tests.sidecar import SidecarThread, start_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -8,8 +8,8 @@ import pytest
 
 from hsconnector.client import Client
 from tests.engine.inprocess import started, tokens
+from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS
-from tests.reference import reference_states
 from tests.sidecar import SidecarThread
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

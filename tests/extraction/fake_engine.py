@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hsconnector.protocol import Commit, FailReason, Rows, Span, new_capture_id, pack_token_ids
+from hsconnector.capture.protocol import Commit, FailReason, Rows, Span, new_capture_id, pack_token_ids
 from tests.feeding import Feeder
 
 LAYERS = (0, 2, 4)

@@ -15,17 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hsconnector.client import CaptureRecord, Client
+from hsconnector.capture.protocol import CaptureState, new_capture_id
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.client import Client
 from hsconnector.dataset import LeasedDataset
 from hsconnector.errors import HSConnectorError, SidecarUnreachable
 from hsconnector.extraction.connection import connect
 from hsconnector.extraction.engine import Engine, EngineUnusable
 from hsconnector.extraction.extraction import Extraction, ExtractionStopped, Order
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.prompts import Missing, Prompt, PromptReader
 from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import CaptureUnfit, Target, choose_target, judge
-from hsconnector.protocol import CaptureState, new_capture_id
+from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from tests.extraction.fake_engine import LAYERS, MAX_MODEL_LEN, FakeEngine
 from tests.sidecar import SidecarThread, start_sidecar
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from hsconnector.reference.model.model import ReferenceModel
 
+from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.formats import find_format
 from hsconnector.formats.check import EXPORT_TOLERANCES, Finding, check_export
 from hsconnector.formats.manifest import read_manifest
 from hsconnector.formats.norm import load_norm
 from hsconnector.formats.sample import Sample
-from hsconnector.reference import ReferenceModel
-from hsconnector.shard import Capture, open_shard
 from tests.formats.conftest import ROWS, Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, captured_states
+from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS
-from tests.reference import final_norm, reference_states
 
 FORMATS = ("speculators", "specforge-eagle3", "specforge-dflash", "specforge-dspark")
 ROW = 4

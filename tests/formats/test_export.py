@@ -20,9 +20,9 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hsconnector.capture.protocol import FailReason
+from hsconnector.capture.shard import open_header
 from hsconnector.formats.manifest import Description, Manifest, read_manifest
-from hsconnector.protocol import FailReason
-from hsconnector.shard import open_header
 from tests.feeding import Feeder
 from tests.formats.conftest import ROWS, Captured
 from tests.formats.running import export

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from hsconnector.errors import SettingsError, UnsupportedError
 from hsconnector.formats.norm import MODEL_TYPES, NormKind, load_norm
 from tests.formats.samples import captured_states
+from tests.hugging_face import final_norm
 from tests.models import NUM_LAYERS, random_token_ids, tiny_gpt_oss
-from tests.reference import final_norm
 
 INCOMPLETE: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},

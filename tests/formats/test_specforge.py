@@ -16,8 +16,8 @@ from specforge.runtime.data_plane.offline_reader import OfflineManifestReader, l
 from tests.formats.conftest import Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, captured_states, feed, make_rows
+from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS
-from tests.reference import final_norm, reference_states
 from tests.sidecar import start_sidecar
 
 STRATEGIES = ("eagle3", "dflash", "dspark")

@@ -12,14 +12,14 @@ from hs_connectors.transfer import FileTransfer
 from safetensors.torch import load_file
 from speculators.data_generation.offline import check_hidden_states, get_existing_hidden_state_indices
 
+from hsconnector.capture.shard import open_header, open_shard
 from hsconnector.errors import SettingsError
 from hsconnector.formats.speculators import Speculators
-from hsconnector.shard import open_header, open_shard
 from tests.formats.conftest import ROWS, Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, feed, make_rows
+from tests.hugging_face import reference_states
 from tests.models import NUM_LAYERS
-from tests.reference import reference_states
 from tests.sidecar import start_sidecar
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from hsconnector.capture.protocol import CaptureInfo, CaptureState, Producer, pack_token_ids
 from hsconnector.connector.gather import Blocks, DeviceGather, gather_for, pin, rows_tensor
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.sender import Sender
@@ -14,7 +15,6 @@ from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Finish, Step, TableChange
 from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.connector.worker import Worker
-from hsconnector.protocol import CaptureInfo, CaptureState, Producer, pack_token_ids
 from tests.connector.test_gather import cache, oracle
 
 pytestmark = pytest.mark.gpu

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from hsconnector.capture.protocol import Commit, FailReason, Rows, Span, pack_token_ids
 from hsconnector.client import Client
 from hsconnector.errors import CaptureFailed, CapturePending, SettingsError, SidecarUnreachable
 from hsconnector.integrations.speculators import (
@@ -28,7 +29,6 @@ from hsconnector.integrations.speculators import (
     register,
 )
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
-from hsconnector.protocol import Commit, FailReason, Rows, Span, pack_token_ids
 from tests.feeding import Feeder
 from tests.models import LAYER_IDS, NUM_LAYERS, tiny_qwen3
 from tests.sidecar import SidecarThread

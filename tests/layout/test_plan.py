@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from hsconnector.capture.layers import choose_layers
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.defects import DEFECTS, parse_version
 from hsconnector.layout.models import AttentionLayer, LatentLayer, StateLayer, read_model
 from hsconnector.layout.plan import Plan, make_plan
-from hsconnector.layout.presets import choose_layers
 from hsconnector.layout.serving import Serving, cache_specs, pipeline_stages
 from hsconnector.layout.specs import Composite
 from tests.layout import configs

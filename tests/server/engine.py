@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
     CaptureInfo,

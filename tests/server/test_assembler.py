@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hsconnector.protocol import (
+from hsconnector.capture.protocol import (
     CaptureInfo,
     CaptureState,
     Commit,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsconnector.protocol import new_capture_id
-from server.records import client_ids
+from hsconnector.capture.protocol import new_capture_id
+from hsconnector.capture.record import client_ids
 from tests.server.engine import Engine, opening, rows_of
 from tests.sidecar import SidecarThread
 

@@ -15,13 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from hsconnector.protocol import CaptureState, FailReason, new_capture_id
+from hsconnector.capture.protocol import CaptureState, FailReason, new_capture_id
+from hsconnector.capture.record import Record, SlotStats, Verdict, describe
 from server import catalog as module
 from server.catalog import Catalog, Filter, _where
 from server.leases import Leases, Unheld, Wanted
 from server.metrics import Metrics
-from server.records import Record, describe
-from server.verdict import SlotStats, Verdict
 
 VERDICT = Verdict(True, slots=tuple(SlotStats(slot, slot, 1.5, -3.25, 3.25, 0.0, 0) for slot in range(4)))
 

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from hsconnector.protocol import (
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.protocol import (
     MAX_MESSAGES_BYTES,
     Batch,
     BatchAnswer,
@@ -26,7 +27,6 @@ from hsconnector.protocol import (
     ProducerAccepted,
     Rows,
     Span,
-    content_hash,
     decode,
     encode_batch,
     new_capture_id,

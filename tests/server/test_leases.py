@@ -25,11 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hsconnector.protocol import CaptureState, new_capture_id
+from hsconnector.capture.protocol import CaptureState, new_capture_id
+from hsconnector.capture.record import Record
 from server.catalog import Catalog
 from server.leases import Ack, Lease, LeaseFilter, Leases, Unheld, Wanted
 from server.metrics import Metrics
-from server.records import Record
 from server.refusals import Refusal
 from tests.server.engine import Engine, metric
 from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process

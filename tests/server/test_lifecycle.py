@@ -13,8 +13,8 @@ import httpx
 import pytest
 from safetensors.numpy import load
 
+from hsconnector.capture.protocol import Batch, CaptureState, FailReason, Rows, Span
 from hsconnector.errors import StoreError
-from hsconnector.protocol import Batch, CaptureState, FailReason, Rows, Span
 from tests.server.engine import Engine, SharedFile, metric, opening, rows_of
 from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process
 

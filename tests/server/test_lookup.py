@@ -9,7 +9,8 @@ import httpx
 import pytest
 import torch
 
-from hsconnector.protocol import FailReason, content_hash, pack_token_ids
+from hsconnector.capture.content import content_hash
+from hsconnector.capture.protocol import FailReason, pack_token_ids
 from tests.feeding import Feeder
 from tests.sidecar import SidecarThread, start_sidecar
 

@@ -14,9 +14,9 @@ import httpx
 import pytest
 import xxhash
 
+from hsconnector.capture.protocol import CaptureState, new_capture_id
 from hsconnector.cli import main
 from hsconnector.errors import StoreError
-from hsconnector.protocol import CaptureState, new_capture_id
 from server import recovery
 from tests.server.engine import Engine, metric, rows_of
 from tests.sidecar import SidecarThread, start_sidecar

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hsconnector.protocol import CaptureState, Commit, FailReason, Rows, Span, pack_token_ids
+from hsconnector.capture.protocol import CaptureState, Commit, FailReason, Rows, Span, pack_token_ids
 from server.store import RESERVE
 from tests.server.engine import Engine, metric, opening, rows_of
 from tests.sidecar import start_sidecar

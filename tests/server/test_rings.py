@@ -9,7 +9,7 @@ import httpx
 import pytest
 from safetensors.numpy import load
 
-from hsconnector.protocol import CaptureState, FailReason, MessageStatus, RingOffer, Rows, Span
+from hsconnector.capture.protocol import CaptureState, FailReason, MessageStatus, RingOffer, Rows, Span
 from tests.server.engine import ROW, Engine, SharedFile, files, metric, rows_of
 from tests.sidecar import SidecarThread
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load
 
+from hsconnector.capture.protocol import CaptureInfo, Producer, RowsKind, pack_token_ids
 from hsconnector.errors import ShardError
-from hsconnector.protocol import CaptureInfo, Producer, RowsKind, pack_token_ids
 from server import shards
 from server.recovery import inspect_shard
 from server.shards import Published, ShardWriter, parse_header, read_header, reserve

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsconnector.protocol import pack_token_ids
-from server.verdict import LISTED, MIN_RUN, NORM_EVERY, Finding, Judge, Verdict
+from hsconnector.capture.protocol import pack_token_ids
+from hsconnector.capture.record import Finding, Verdict
+from server.verdict import LISTED, MIN_RUN, NORM_EVERY, Judge
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Values = torch.Tensor

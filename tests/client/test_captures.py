@@ -14,6 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from hsconnector.capture.protocol import CaptureState, FailReason, new_capture_id
 from hsconnector.client import Client
 from hsconnector.errors import (
     CaptureExpired,
@@ -26,7 +27,6 @@ from hsconnector.errors import (
     SidecarRefused,
     SidecarUnreachable,
 )
-from hsconnector.protocol import CaptureState, FailReason, new_capture_id
 from tests.feeding import Feeder
 from tests.proxy import Proxy
 from tests.sidecar import SidecarThread, start_sidecar

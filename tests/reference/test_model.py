@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hsconnector.reference.model.model import ReferenceModel
 
 from hsconnector.errors import SettingsError, UnsupportedError
-from hsconnector.reference import ReferenceModel
+from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS, random_token_ids, tiny_gpt_oss, tiny_qwen3
-from tests.reference import final_norm, reference_states
 
 
 @pytest.mark.parametrize("build", [tiny_qwen3, tiny_gpt_oss])
@@ -38,6 +38,6 @@ def test_layers_and_checkpoints_that_are_not_there_are_named(tmp_path: Path) -> 
 
 
 def test_a_decoder_without_a_final_norm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hsconnector.reference._NORM_NAMES", ("no_such_norm",))
+    monkeypatch.setattr("hsconnector.reference.model._NORM_NAMES", ("no_such_norm",))
     with pytest.raises(UnsupportedError, match="Qwen3Model, which has none of no_such_norm"):
         ReferenceModel(tiny_qwen3(tmp_path))

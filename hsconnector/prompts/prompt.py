@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hsconnector.protocol import MAX_TEXT_BYTES
+from hsconnector.capture.protocol import MAX_TEXT_BYTES
 
 __all__ = ["Encode", "Missing", "Prompt", "PromptReader", "Row", "RowRefused"]
 

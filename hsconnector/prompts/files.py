@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.errors import SettingsError, UnsupportedError
-from hsconnector.extraction.prompts import Row, RowRefused
+from hsconnector.prompts.prompt import Row, RowRefused
 
 __all__ = ["Rows", "import_datasets", "open_rows"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hsconnector.capture.protocol import pack_token_ids
 from hsconnector.errors import SettingsError
-from hsconnector.extraction.prompts import Missing, Prompt, PromptReader, Row
-from hsconnector.extraction.rows import open_rows
-from hsconnector.protocol import pack_token_ids
+from hsconnector.prompts.files import open_rows
+from hsconnector.prompts.prompt import Missing, Prompt, PromptReader, Row
 
 __all__ = ["DataRow", "read_rows", "token_hash"]
 

@@ -10,10 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from hsconnector.client import CaptureRecord, Client
+from hsconnector.capture.protocol import CaptureState, is_capture_id
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture, ShardHeader, open_header, open_shard
+from hsconnector.client import Client
 from hsconnector.errors import CaptureError, SettingsError, ShardError, StoreError
-from hsconnector.protocol import CaptureState, is_capture_id
-from hsconnector.shard import Capture, ShardHeader, open_header, open_shard
 
 __all__ = ["Listing", "RemoteSource", "Source", "StoreSource", "Unready", "open_source"]
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from hsconnector.errors import SettingsError
-from hsconnector.extraction.prompts import Prompt
-from hsconnector.extraction.rows import import_datasets
+from hsconnector.prompts.files import import_datasets
+from hsconnector.prompts.prompt import Prompt
 
 __all__ = ["SavedDataset", "SavedRow"]
 

@@ -1,6 +1,6 @@
 """What a capture must hold: the same tokens through Hugging Face's own forward pass, in float32.
 
-Independent of `hsconnector.reference` on purpose, so that the product is not compared with itself.
+Independent of `hsconnector.reference.model` on purpose, so that the product is not compared with itself.
 """
 
 from __future__ import annotations

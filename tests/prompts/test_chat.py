@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsconnector.errors import SettingsError
-from hsconnector.extraction.chat import ChatTokenizer, load_tokenizer, normalized
-from hsconnector.extraction.prompts import RowRefused
+from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer, normalized
+from hsconnector.prompts.prompt import RowRefused
 from tests.models import tiny_tokenizer
 
 MARKED = (

@@ -23,12 +23,11 @@ Only when the answer to a batch has come may the memory that its spans name be u
 from __future__ import annotations
 
 import enum
-import hashlib
 import secrets
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -57,7 +56,6 @@ __all__ = [
     "Rows",
     "RowsKind",
     "Span",
-    "content_hash",
     "decode",
     "decode_batch",
     "encode",
@@ -352,26 +350,3 @@ def unpack_token_ids(data: bytes) -> tuple[int, ...]:
     if len(data) % 8:
         raise ProtocolError(f"token ids are 8 bytes each, got {len(data)} bytes")
     return struct.unpack(f"<{len(data) // 8}q", data)
-
-
-def content_hash(
-    *,
-    model: str,
-    model_revision: str,
-    layer_ids: Sequence[int],
-    lora: str,
-    mm_hashes: Sequence[str],
-    token_ids: bytes,
-) -> str:
-    """SHA-256 (hex) of everything that decides the values of a capture.
-
-    Hashed are, in this order: the UTF-8 JSON array
-    `["hsconnector/1", model, model_revision, layer_ids, lora, mm_hashes]` without spaces (non-ASCII characters
-    unescaped), one newline, and the token ids as int64 little-endian.
-    Equal tokens under another model, revision, layer set, adapter or image are other states.
-    """
-    head: list[Any] = ["hsconnector/1", model, model_revision, list(layer_ids), lora, list(mm_hashes)]
-    digest = hashlib.sha256(msgspec.json.encode(head))
-    digest.update(b"\n")
-    digest.update(token_ids)
-    return digest.hexdigest()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hsconnector.errors import SettingsError, UnsupportedError
-from hsconnector.extraction.prompts import RowRefused
+from hsconnector.prompts.prompt import RowRefused
 
 __all__ = ["ChatTokenizer", "load_tokenizer", "normalized"]
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hsconnector.reference.model.comparison import compare, explain, ranges
 
-from hsconnector.comparison import compare, explain, ranges
 from hsconnector.errors import SettingsError
 
 LAYERS = torch.randn(20, 7, 16, generator=torch.Generator().manual_seed(0))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsconnector.capture.layers import choose_layers, dflash_layers, eagle3_layers, slot_name, trainer_counting
 from hsconnector.errors import SettingsError
 from hsconnector.layout import presets
-from hsconnector.layout.presets import choose_layers, dflash_layers, eagle3_layers, slot_name, trainer_counting
 
 
 @pytest.mark.parametrize(

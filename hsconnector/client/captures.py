@@ -18,7 +18,7 @@ import ipaddress
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,9 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from hsconnector.capture.protocol import CaptureState, is_capture_id
+from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.shard import Capture, Framework, RowRange, open_shard, parse_shard, resolve_rows, resolve_slots
 from hsconnector.errors import (
     CaptureError,
     CaptureExpired,
@@ -41,10 +44,8 @@ from hsconnector.errors import (
     SidecarUnreachable,
     StoreError,
 )
-from hsconnector.protocol import CaptureState, FailReason, is_capture_id
-from hsconnector.shard import Capture, Framework, RowRange, open_shard, parse_shard, resolve_rows, resolve_slots
 
-__all__ = ["Capture", "CaptureRecord", "Client", "Filters", "open_shard"]
+__all__ = ["Client", "Filters"]
 
 DEFAULT_URL = "http://127.0.0.1:8190"
 _POLL_S = 30.0
@@ -54,71 +55,6 @@ _PAUSES_S = (0.2, 0.4, 0.8)
 """Between the attempts of one call."""
 _NOT_AGAIN = (httpx.ReadTimeout, httpx.UnsupportedProtocol)
 _T = TypeVar("_T")
-
-
-class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sidecar knows of one capture, without its tensors."""
-
-    capture_id: str
-    state: CaptureState
-    reason: str | None = None
-    """Why it failed; a value of `hsconnector.protocol.FailReason`."""
-    detail: str = ""
-    request_id: str = ""
-    """The engine's: the client's, with a prefix and a random suffix."""
-    engine_id: str = ""
-    model: str = ""
-    model_revision: str = ""
-    vllm_version: str = ""
-    layer_ids: tuple[int, ...] = ()
-    num_layers: int = 0
-    hidden_size: int = 0
-    dtype: str = ""
-    rows: str = ""
-    """"prompt" or "prompt+output"."""
-    num_rows: int = 0
-    num_prompt_tokens: int = 0
-    dataset: str = ""
-    sample_id: str = ""
-    tags: dict[str, str] = {}
-    lora: str = ""
-    finish_reason: str = ""
-    content_hash: str = ""
-    data_hash: str = ""
-    created: float = 0.0
-    """Seconds since the epoch."""
-    finished: float | None = None
-    size: int = 0
-    """Bytes of the shard."""
-    verdict: dict[str, Any] | None = None
-    handle: str = ""
-    path: str | None = None
-    """The shard's file on the sidecar's host, where there is one."""
-
-    @property
-    def final(self) -> bool:
-        return self.state is not CaptureState.RECEIVING
-
-    @property
-    def consumed(self) -> bool:
-        """Whether a consumer has acknowledged it, after which its bytes were let go."""
-        return self.state is CaptureState.EXPIRED and self.reason == FailReason.CONSUMED
-
-    @property
-    def unsound(self) -> tuple[str, ...]:
-        """The verdict's reasons; empty for a sound capture and for one not judged yet."""
-        return tuple((self.verdict or {}).get("reasons", ()))
-
-    @property
-    def findings(self) -> str:
-        """What the verdict found and where, as a phrase."""
-        found = [_finding(finding) for finding in (self.verdict or {}).get("findings", ())]
-        return "; ".join(found) or self.detail or "the verdict gives no reason"
-
-
-def _finding(finding: Mapping[str, Any]) -> str:
-    places = [f"in {what} {list(finding[what])}" for what in ("rows", "slots") if finding.get(what)]
-    return " ".join([finding["reason"], *places, finding.get("detail", "")]).rstrip()
 
 
 class Filters(TypedDict, total=False):

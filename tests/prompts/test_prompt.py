@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsconnector.extraction.prompts import Missing, Prompt, PromptReader, RowRefused
+from hsconnector.prompts.prompt import Missing, Prompt, PromptReader, RowRefused
 
 
 def read(row: object, **reader: object) -> Prompt | Missing:

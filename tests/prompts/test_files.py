@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hsconnector.errors import SettingsError
-from hsconnector.extraction.prompts import Prompt, PromptReader, RowRefused
-from hsconnector.extraction.rows import open_rows
-from hsconnector.extraction.saved import SavedDataset
+from hsconnector.prompts.files import open_rows
+from hsconnector.prompts.prompt import Prompt, PromptReader, RowRefused
+from hsconnector.prompts.saved import SavedDataset
 
 ROWS = [{"input_ids": [i, i + 1], "loss_mask": [0, 1], "id": f"s{i}"} for i in range(300)]
 
@@ -99,7 +99,7 @@ def test_without_its_library_a_data_set_names_the_extra(tmp_path: Path, name: st
         f"import sys; sys.modules[{library!r}] = None\n"
         "from pathlib import Path\n"
         "from hsconnector.errors import UnsupportedError\n"
-        "from hsconnector.extraction.rows import open_rows\n"
+        "from hsconnector.prompts.files import open_rows\n"
         f"try:\n    open_rows(Path({str(path)!r}))\n"
         "except UnsupportedError as error:\n    print(error)"
     )

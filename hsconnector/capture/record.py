@@ -3,14 +3,124 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from hsconnector.protocol import CaptureInfo, CaptureState, FailReason, Producer
-from server.verdict import Verdict
+from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason, Producer
 
-__all__ = ["Record", "client_ids", "describe", "kept", "record_of", "returns"]
+__all__ = [
+    "CaptureRecord",
+    "Finding",
+    "Record",
+    "SlotStats",
+    "Verdict",
+    "client_ids",
+    "describe",
+    "kept",
+    "record_of",
+    "returns",
+]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is wrong, and where."""
+
+    reason: str
+    count: int
+    """Rows concerned (slots, for `zero_slots` and `equal_slots`)."""
+    rows: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    detail: str = ""
+
+
+class SlotStats(msgspec.Struct, frozen=True):
+    """What one slot looks like; a number that is not finite is None."""
+
+    slot: int
+    layer_id: int
+    mean_norm: float | None
+    """Mean Euclidean norm over every 16th row, beginning with row 0."""
+    minimum: float | None
+    maximum: float | None
+    zero_fraction: float
+    """Rows in which this slot is all zero, as a fraction."""
+    non_finite_rows: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Sound or not, and why."""
+
+    sound: bool
+    reasons: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    slots: tuple[SlotStats, ...] = ()
+
+
+class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sidecar knows of one capture, without its tensors."""
+
+    capture_id: str
+    state: CaptureState
+    reason: str | None = None
+    """Why it failed; a value of `hsconnector.capture.protocol.FailReason`."""
+    detail: str = ""
+    request_id: str = ""
+    """The engine's: the client's, with a prefix and a random suffix."""
+    engine_id: str = ""
+    model: str = ""
+    model_revision: str = ""
+    vllm_version: str = ""
+    layer_ids: tuple[int, ...] = ()
+    num_layers: int = 0
+    hidden_size: int = 0
+    dtype: str = ""
+    rows: str = ""
+    """"prompt" or "prompt+output"."""
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    dataset: str = ""
+    sample_id: str = ""
+    tags: dict[str, str] = {}
+    lora: str = ""
+    finish_reason: str = ""
+    content_hash: str = ""
+    data_hash: str = ""
+    created: float = 0.0
+    """Seconds since the epoch."""
+    finished: float | None = None
+    size: int = 0
+    """Bytes of the shard."""
+    verdict: dict[str, Any] | None = None
+    handle: str = ""
+    path: str | None = None
+    """The shard's file on the sidecar's host, where there is one."""
+
+    @property
+    def final(self) -> bool:
+        return self.state is not CaptureState.RECEIVING
+
+    @property
+    def consumed(self) -> bool:
+        """Whether a consumer has acknowledged it, after which its bytes were let go."""
+        return self.state is CaptureState.EXPIRED and self.reason == FailReason.CONSUMED
+
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        """The verdict's reasons; empty for a sound capture and for one not judged yet."""
+        return tuple((self.verdict or {}).get("reasons", ()))
+
+    @property
+    def findings(self) -> str:
+        """What the verdict found and where, as a phrase."""
+        found = [_finding(finding) for finding in (self.verdict or {}).get("findings", ())]
+        return "; ".join(found) or self.detail or "the verdict gives no reason"
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    places = [f"in {what} {list(finding[what])}" for what in ("rows", "slots") if finding.get(what)]
+    return " ".join([finding["reason"], *places, finding.get("detail", "")]).rstrip()
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

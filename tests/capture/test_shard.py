@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from hsconnector.capture.shard import open_header, open_shard, parse_shard
 from hsconnector.errors import HSConnectorError, SettingsError, ShardError, StoreError
-from hsconnector.shard import open_header, open_shard, parse_shard
 from tests.shards import shard_bytes, write_shard
 
 LAYERS = (0, 2, 5)

@@ -1,0 +1,1 @@
+"""Rows of a data set -> token ids and loss mask."""
