@@ -23,7 +23,7 @@ from hsconnector.formats.manifest import Entry, Manifest, read_manifest
 from hsconnector.formats.norm import NormKind
 from hsconnector.formats.prepare import Prepared, Request, prepare
 from hsconnector.formats.sample import Format
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["export"]
 

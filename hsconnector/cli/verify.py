@@ -19,8 +19,8 @@ from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.cli.show import columns, plain
 from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import CaptureNotFound, SettingsError
-from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
+from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["Report", "check", "sentence", "verify"]
 

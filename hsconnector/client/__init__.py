@@ -12,6 +12,6 @@ from __future__ import annotations
 
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture, open_shard
-from hsconnector.client.captures import Client, Filters
+from hsconnector.client.captures import DEFAULT_URL, Client, Filters
 
-__all__ = ["Capture", "CaptureRecord", "Client", "Filters", "open_shard"]
+__all__ = ["DEFAULT_URL", "Capture", "CaptureRecord", "Client", "Filters", "open_shard"]
