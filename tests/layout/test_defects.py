@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hsconnector.layout.defects import DEFECTS, explain_kv_refusal
+from hsconnector.layout.defects import explain_kv_refusal
+from hsconnector.vllm_facts import DEFECTS
 
 ASKED_TOO_MUCH = (
     "To serve at least one request with the model's max seq len (131072), (581.48 GiB KV cache is needed, which is"
