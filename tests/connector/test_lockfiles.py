@@ -19,6 +19,8 @@ from hsconnector.connector.settings import ConnectorSettings, parse_settings
 from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.errors import SettingsError
 
+pytestmark = pytest.mark.trainer
+
 READER = FileTransfer(Path("unused"))
 
 

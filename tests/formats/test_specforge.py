@@ -20,6 +20,8 @@ from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS
 from tests.sidecar import start_sidecar
 
+pytestmark = pytest.mark.trainer
+
 STRATEGIES = ("eagle3", "dflash", "dspark")
 MAX_LEN = 64
 ROW_LENGTH = 33

@@ -22,6 +22,8 @@ from tests.hugging_face import reference_states
 from tests.models import NUM_LAYERS
 from tests.sidecar import start_sidecar
 
+pytestmark = pytest.mark.trainer
+
 
 def test_speculators_accepts_twenty_shards_unmodified(model: Path, tmp_path: Path) -> None:
     """speculators' own `check_hidden_states` takes our shards, before and after the export."""

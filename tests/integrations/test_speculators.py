@@ -34,6 +34,8 @@ from tests.models import LAYER_IDS, NUM_LAYERS, tiny_qwen3
 from tests.sidecar import SidecarThread
 from tests.training import NOBODY, STEPS, TARGETS, make_rows, train, write_dataset, write_plain_files
 
+pytestmark = pytest.mark.trainer
+
 HIDDEN = 256
 LAYERS = TargetLayers(TARGETS, NUM_LAYERS)
 ROWS = make_rows(seed=1)
