@@ -145,7 +145,8 @@ def _check_texts(info: CaptureInfo) -> str:
         texts[f"the key of tag {key[:32]!r}"], texts[f"tag {key[:32]!r}"] = key, value
     sizes = {name: len(text.encode()) for name, text in texts.items()}
     for name, size in sizes.items():
-        if size > (MAX_NAME_BYTES if name == "lora" else MAX_TEXT_BYTES):
-            return f"{name} has {size} bytes, the most is {MAX_TEXT_BYTES}"
+        most = MAX_NAME_BYTES if name == "lora" else MAX_TEXT_BYTES
+        if size > most:
+            return f"{name} has {size} bytes, the most is {most}"
     total = sum(sizes.values()) - sizes["lora"]
     return f"the texts have {total} bytes together, the most is {MAX_TEXTS_BYTES}" if total > MAX_TEXTS_BYTES else ""
