@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from hsconnector.capture.protocol import CaptureState, FailReason
-from server.http import Unsatisfiable, matches, parse_range
+from server.ranges import Unsatisfiable, matches, parse_range
 from tests.server.engine import LAYERS, Engine, opening, rows_of
 from tests.sidecar import SidecarThread
 
@@ -204,7 +204,7 @@ def test_quarantined_only_when_asked_for(engine: Engine, http: httpx.Client, sid
     name = engine.capture(values)
     refused = get(http, name)
     assert (refused.status_code, refused.json()["error"]["type"]) == (424, "capture_quarantined")
-    assert "zero_rows rows [16, 17" in refused.json()["error"]["message"]
+    assert "zero_rows in rows [16, 17" in refused.json()["error"]["message"]
     given_anyway = get(http, name, "?quarantined=1")
     assert (load(given_anyway.content)["hidden_states"] == values).all()
     about = http.get(f"/v1/captures/{name}").json()
