@@ -27,8 +27,8 @@ from hsconnector.capture.record import CaptureRecord
 from server.catalog import Catalog, Filter
 from server.leases import Leases, Unheld
 from server.metrics import Metrics
-from server.readers import Readers
 from server.settings import Evict
+from server.shard_files import Readers
 from server.store import Store
 
 __all__ = ["Collection", "Leaving", "Limits", "Retention", "Selection", "Why"]

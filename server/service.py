@@ -37,11 +37,11 @@ from server.ingest import Ingest
 from server.leases import Leases
 from server.lending import Lending
 from server.metrics import Metrics
-from server.readers import Readers
 from server.recovery import recover
 from server.refusals import Refusal
 from server.retention import Limits, Retention
 from server.settings import Settings
+from server.shard_files import Readers
 from server.store import Store
 from server.streams import producer_named, read_producer
 from server.waiting import LEASES, ROOM, Waiters
