@@ -1,4 +1,4 @@
-"""The numbers of the design's section on layout, and the rules beyond what vLLM's own tests cover."""
+"""The rules on the numbers of the public reports, and beyond what vLLM's own tests cover."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_mamba_group_breaks_granularity_only_outside_align_mode() -> None:
     check_granularity(aligned, resolve_block_sizes(aligned, prefix_caching=True), prefix_caching=True)
 
 
-def test_case_4_block_sizes_of_544_and_181_are_refused_and_explained() -> None:
+def test_block_sizes_of_544_and_181_are_refused_and_explained() -> None:
     groups = [*(Group((name,), full(544)) for name in "abcd"), Group(("h",), hidden(block=181))]
     sizes = resolve_block_sizes(groups, prefix_caching=True)
     assert sizes.scheduler == 98_464
@@ -85,7 +85,7 @@ def test_case_4_block_sizes_of_544_and_181_are_refused_and_explained() -> None:
         check_granularity(groups, sizes, prefix_caching=True)
 
 
-def test_case_1_the_hidden_group_has_22_where_the_cache_says_528() -> None:
+def test_the_hidden_group_has_22_where_the_cache_says_528() -> None:
     specs = named((2, full(528, 2, 256)), (6, mamba(528, page_size_padded=528 * 2 * 512 * 2)), (1, hidden(6, 4_096)))
     assert [group.spec.block_size for group in form_groups(specs)] == [528, 528, 528, 528, 22]
 
@@ -173,13 +173,6 @@ def test_a_plain_model_folds_the_hidden_layer_into_a_composite() -> None:
     assert isinstance(group.spec, Composite)
     assert (group.spec.block_size, len(group.layer_names)) == (16, 37)
     assert global_block_size([group]) == 16
-
-
-def test_packed_layouts_leave_the_hidden_group_at_the_global_block_size() -> None:
-    specs = named((2, full(64)), (2, replace(sliding(64), head_size=32, head_size_v=32)), (1, hidden(block=64)))
-    plain, packed = form_groups(specs), form_groups(specs, Grouping(block_outermost=True))
-    assert plain[-1].spec.block_size < 64
-    assert (packed[-1].spec.block_size, packed[-1].spec.page_size_bytes) == (64, 64 * 6_144)
 
 
 def test_without_the_hybrid_manager_local_layers_are_full_attention_in_one_composite() -> None:
