@@ -118,7 +118,7 @@ def test_gc_on_a_store_whose_sidecar_is_stopped(run: Run, sidecar: SidecarThread
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--url", "http://x", "--store", "y"], "both given"),
+        (["--sidecar", "http://x", "--store", "y"], "both given"),
         (["--store", "nowhere"], "is not a store"),
         (["--ttl", "soon"], "is no duration"),
         (["--max-bytes", "much"], "is no size"),

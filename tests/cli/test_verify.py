@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hsconnector.reference.model.model import ReferenceModel
 
 from hsconnector.capture.shard import open_shard
 from hsconnector.cli import main
 from hsconnector.cli.verify import check, sentence
+from hsconnector.reference.model import ReferenceModel
 from tests.feeding import Feeder
 from tests.hugging_face import final_norm, reference_states
 from tests.models import LAYER_IDS, NUM_LAYERS, random_token_ids, tiny_qwen3

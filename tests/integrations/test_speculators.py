@@ -214,7 +214,7 @@ class TestGenerated:
 
     def test_another_sidecars_handle_is_named(self, connect: Connect, source: Source) -> None:
         answer = {"handle": f"http://elsewhere:8190/v1/captures/{'0' * 32}"}
-        with pytest.raises(SettingsError, match=r"elsewhere:8190.*--hsc-url"):
+        with pytest.raises(SettingsError, match=r"elsewhere:8190.*--sidecar"):
             connect(replace(source, wait_s=0.2)).get_generated(answer)
 
     def test_another_connectors_answer_is_named(self, connect: Connect, source: Source) -> None:
