@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from hsconnector.capture.shard import open_header, open_shard, parse_shard
+from hsconnector.capture.header import open_header
+from hsconnector.capture.shard import open_shard, parse_shard
 from hsconnector.errors import HSConnectorError, SettingsError, ShardError, StoreError
 from tests.shards import shard_bytes, write_shard
 

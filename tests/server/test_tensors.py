@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from hsconnector.capture.protocol import CaptureState, FailReason
-from server.http import Unsatisfiable, matches, parse_range
+from server.ranges import Unsatisfiable, matches, parse_range
 from tests.server.engine import LAYERS, Engine, opening, rows_of
 from tests.sidecar import SidecarThread
 
