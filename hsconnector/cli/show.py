@@ -17,7 +17,8 @@ from hsconnector.capture.header import ShardHeader, open_header
 from hsconnector.capture.layers import slot_name
 from hsconnector.capture.protocol import is_capture_id
 from hsconnector.capture.record import CaptureRecord, Verdict, public_fields
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.cli.options import SidecarOption, with_older_names
+from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import CaptureNotFound
 
 __all__ = ["columns", "plain", "readable_bytes", "show"]
@@ -25,11 +26,12 @@ __all__ = ["columns", "plain", "readable_bytes", "show"]
 _LATEST = 20
 
 
+@with_older_names
 def show(
     what: Annotated[
         str, typer.Argument(help="A capture id, a handle, a request id or a shard file; nothing: the latest captures.")
     ] = "",
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     limit: Annotated[int, typer.Option(min=1, help="Captures of a list.")] = _LATEST,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -40,7 +42,7 @@ def show(
     if Path(what).is_file() or what.endswith(".safetensors"):
         _show_shard(Path(what), as_json)
         return
-    with Client(url) as client:
+    with Client(sidecar) as client:
         records = _records(client, what, limit)
     if as_json:
         for record in records:
