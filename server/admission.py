@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from hsconnector.capture.header import header_room
 from hsconnector.capture.protocol import Batch, Open, Rows
+from hsconnector.capture.record import metadata_of
 from server.metrics import Metrics
 from server.retention import Retention
-from server.shards import header_room, metadata_of
 from server.store import Store
 from server.streams import Stream
 from server.waiting import ROOM, Waiters

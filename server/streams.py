@@ -11,6 +11,7 @@ import msgspec
 
 from hsconnector.capture.protocol import (
     DTYPE_BYTES,
+    LARGEST,
     MAX_TEXT_BYTES,
     MAX_TEXTS_BYTES,
     PROTOCOL_VERSION,
@@ -29,7 +30,7 @@ from server.rings import Ring
 from server.shards import ShardWriter
 from server.verdict import Judge
 
-__all__ = ["LARGEST", "MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "producer_named", "read_producer"]
+__all__ = ["MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "producer_named", "read_producer"]
 
 MAX_ROW_BYTES = 64 << 20
 """A longer row is refused: one row is judged in memory."""
@@ -37,7 +38,6 @@ MAX_SLOTS = 1024
 """More layers than any model has; every slot is judged, and told of in the index, on its own."""
 MAX_NAME_BYTES = 4096
 MAX_REQUEST_ID_BYTES = 64 << 10
-LARGEST = 2**53
 _NO_ID = "0" * 32
 _BEFORE_ID, _ = encode(Batch(_NO_ID, 0)).split(_NO_ID.encode(), 1)
 _ID_AT = 8 + len(_BEFORE_ID)

@@ -16,17 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from hsconnector.capture.protocol import CaptureState
-from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.record import CaptureRecord, public_fields
+from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.quantities import parse_duration
 from hsconnector.cli.show import plain, readable_bytes
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import SettingsError
 
 __all__ = ["ls"]
 
 
+@with_older_names
 def ls(
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     dataset: Annotated[str | None, typer.Option(help="Of this data set.")] = None,
     sample_id: Annotated[str | None, typer.Option(help="Of this sample.")] = None,
     state: Annotated[CaptureState | None, typer.Option(help="In this state.")] = None,
@@ -46,7 +48,7 @@ def ls(
     if since is not None and parse_duration("--since", since) > time.time():
         raise SettingsError(f"--since {since} reaches before 1970")
     oldest = None if since is None else time.time() - parse_duration("--since", since)
-    with Client(url) as client:
+    with Client(sidecar) as client:
         found = client.captures(
             page_size=1000 if totals or not limit else min(limit, 1000),
             dataset=dataset,
@@ -65,7 +67,7 @@ def ls(
         more = limit > 0 and len(chosen) == limit and next(found, None) is not None
     if as_json:
         for record in chosen:
-            typer.echo(msgspec.json.encode(record).decode())
+            typer.echo(msgspec.json.encode(public_fields(record)).decode())
         return
     _print_table(chosen)
     if more:

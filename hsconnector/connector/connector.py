@@ -31,7 +31,7 @@ from hsconnector.connector.step import Step
 from hsconnector.connector.tracker import Ending, Tracker, Wish
 from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
-from hsconnector.errors import LayoutError, SettingsError
+from hsconnector.errors import SettingsError
 from hsconnector.layout.started import StartReport
 
 __all__ = ["HiddenStatesConnector"]
@@ -228,7 +228,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Finds the hidden-state cache; on the rank that sends, checks its shape and starts the sender."""
-        cache = self._find_cache(kv_caches)
+        pipeline_parallel = self._vllm_config.parallel_config.pipeline_parallel_size > 1
+        cache = compat.hidden_cache(kv_caches, self._group.layer_name, pipeline_parallel=pipeline_parallel)
         if cache is None or not compat.is_first_tensor_rank():
             return
         ids = compat.layer_ids(self._vllm_config)
@@ -248,17 +249,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._worker = Worker(view, self._group.block_size, gather, sender, self._settings, on_ring=on_ring)
         sender.start()
         self._worker.follow_stream()
-
-    def _find_cache(self, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        names = [name for name in kv_caches if "cache_only_layers" in name]
-        if self._group.layer_name is not None:
-            names = [self._group.layer_name] if self._group.layer_name in kv_caches else []
-        if len(names) == 1:
-            return kv_caches[names[0]]
-        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
-            wanted = self._group.layer_name or "one whose name holds 'cache_only_layers'"
-            raise LayoutError(f"the hidden-state layer ({wanted}) is not among {', '.join(kv_caches)[:500]}")
-        return None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's news arrives before its forward: nothing else is early enough in both model runners."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch.utils.data import Dataset
 
-from hsconnector.dataset.copies import Fetcher, Sources, View, open_sources
+from hsconnector.dataset.failover import Fetcher, Sources, View, open_sources
 from hsconnector.dataset.samples import Sample, choose_entries, common_layers, make_sample
 
 __all__ = ["CaptureDataset"]
@@ -55,8 +55,8 @@ class CaptureDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         entry = self._entries[index]
-        capture = self._fetcher.fetch(entry.places, self.view.rows)
-        return make_sample(capture, entry.places[0].record, entry.row)
+        capture = self._fetcher.fetch(entry.replicas, self.view.rows)
+        return make_sample(capture, entry.replicas[0].record, entry.row)
 
     @property
     def sample_ids(self) -> list[str]:

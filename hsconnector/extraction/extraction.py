@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord
+from hsconnector.client.async_client import AsyncClient
 from hsconnector.errors import HSConnectorError
 from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import CaptureUnfit, Target, judge
 from hsconnector.prompts.prompt import Missing, Prompt
 
@@ -85,7 +85,7 @@ class Extraction:
         self,
         order: Order,
         engines: Sequence[Engine],
-        sidecar: Sidecar,
+        sidecar: AsyncClient,
         target: Target,
         ledger: Ledger,
         *,

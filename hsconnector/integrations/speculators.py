@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -27,11 +27,12 @@ from hsconnector.capture.content import content_hash
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.client import DEFAULT_SIDECAR, Client
+from hsconnector.client.address import default_sidecar
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
 from hsconnector.integrations.target_layers import TargetLayers, parse_layer_ids, target_layers_of
 
-__all__ = ["NAME", "SidecarBackend", "SidecarTransfer", "Source", "register"]
+__all__ = ["NAME", "SidecarBackend", "SidecarTransfer", "Source", "load_trainer", "register"]
 
 NAME = "hsconnector"
 
@@ -52,7 +53,7 @@ class Source:
     layers: TargetLayers
     captured: tuple[int, ...]
     """The layer ids the engine captured, ascending; part of the content hash."""
-    url: str = DEFAULT_URL
+    url: str = DEFAULT_SIDECAR
     revision: str = ""
     lora: str = ""
     wait_s: float = 120.0
@@ -118,7 +119,7 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         except CaptureNotFound as error:
             raise SettingsError(
                 f"the sidecar at {self.source.url} has not heard of capture {capture_id} within {wait:g} s, the "
-                f"engine's answer says {handle}: name this engine's sidecar in --hsc-url"
+                f"engine's answer says {handle}: name this engine's sidecar in --sidecar"
             ) from error
 
     def delete(self, handle: str) -> None:
@@ -196,7 +197,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
         """The options of `speculators train`."""
-        parser.add_argument("--hsc-url", type=str, default=DEFAULT_URL, help="The sidecar: http://... or unix:///...")
+        _add_sidecar(parser)
         parser.add_argument(
             "--hsc-model", type=str, default="", help="The model as the engine names it; default: the verifier."
         )
@@ -219,7 +220,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
         """The options of their launch script."""
-        parser.add_argument("--hsc-url", type=str, default=DEFAULT_URL, help="The sidecar: http://... or unix:///...")
+        _add_sidecar(parser)
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> SidecarTransfer:
@@ -233,7 +234,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
                 model=args.hsc_model or args.verifier_name_or_path,
                 layers=layers,
                 captured=captured,
-                url=args.hsc_url,
+                url=_sidecar(args),
                 revision=args.hsc_revision,
                 lora=args.hsc_lora,
                 wait_s=args.hsc_wait,
@@ -248,7 +249,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "hsconnector.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"sidecar": args.hsc_url},
+            "kv_connector_extra_config": {"sidecar": _sidecar(args)},
         }
 
 
@@ -258,12 +259,36 @@ def register() -> None:
         HiddenStatesBackend.register(NAME)(SidecarBackend)
 
 
+def load_trainer() -> Callable[[Sequence[str]], None]:
+    """What runs `speculators train` with these arguments, our backend among its own; raises ModuleNotFoundError."""
+    register()
+    from speculators.train.cli import main
+    from speculators.train.config import TrainConfig
+
+    return lambda arguments: main(TrainConfig.resolve(list(arguments)))
+
+
 def capture_id_of(handle: str) -> str:
     """The capture that a handle, or the path of its shard, names; raises SettingsError."""
     name = PurePosixPath(urlsplit(handle).path).name.removesuffix(".safetensors")
     if not is_capture_id(name):
         raise SettingsError(f"{handle!r} is no handle of hsconnector: does the engine use its connector?")
     return name
+
+
+def _add_sidecar(parser: argparse.ArgumentParser) -> None:
+    """`--sidecar`, and its name in earlier versions, which no help shows."""
+    parser.add_argument(
+        "--sidecar",
+        type=str,
+        default="",
+        help=f"Where `hsconnector serve` listens, http://... or unix:///...; else HSC_SIDECAR, else {DEFAULT_SIDECAR}.",
+    )
+    parser.add_argument("--hsc-url", type=str, default="", help=argparse.SUPPRESS)
+
+
+def _sidecar(args: argparse.Namespace) -> str:
+    return str(args.sidecar or args.hsc_url or default_sidecar())
 
 
 def _newest(client: Client, digest: str) -> CaptureRecord | None:

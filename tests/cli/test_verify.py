@@ -100,7 +100,7 @@ def one_element(model: Path, states: torch.Tensor) -> torch.Tensor:
         (one_element, 39, 3, 6, "in row 39, the other 39 rows match"),
     ],
 )
-def test_case_32_the_first_difference_is_named_and_explained(
+def test_the_first_difference_is_named_and_explained(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     model: Path,
@@ -166,8 +166,10 @@ def test_captures_of_a_sidecar(
     try:
         with Feeder(running.url, **about) as feeder:
             first, second = feeder.capture(states, TOKENS), feeder.capture(states, TOKENS)
-        assert [report["capture_id"] for report in verified(capsys, "--url", running.url)[1]] == [second, first]
-        code, (report,) = verified(capsys, first, "--url", running.url, "--dtype", "bfloat16", "--tolerance", "1e-4")
+        assert [report["capture_id"] for report in verified(capsys, "--sidecar", running.url)[1]] == [second, first]
+        code, (report,) = verified(
+            capsys, first, "--sidecar", running.url, "--dtype", "bfloat16", "--tolerance", "1e-4"
+        )
         assert code == 1 and report["capture_id"] == first
         assert "matches no layer" in report["diagnosis"]
     finally:

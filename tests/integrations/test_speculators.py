@@ -214,7 +214,7 @@ class TestGenerated:
 
     def test_another_sidecars_handle_is_named(self, connect: Connect, source: Source) -> None:
         answer = {"handle": f"http://elsewhere:8190/v1/captures/{'0' * 32}"}
-        with pytest.raises(SettingsError, match=r"elsewhere:8190.*--hsc-url"):
+        with pytest.raises(SettingsError, match=r"elsewhere:8190.*--sidecar"):
             connect(replace(source, wait_s=0.2)).get_generated(answer)
 
     def test_another_connectors_answer_is_named(self, connect: Connect, source: Source) -> None:
@@ -245,7 +245,7 @@ class TestSettings:
         parser = argparse.ArgumentParser(add_help=False)
         SidecarBackend.add_train_args(parser)
         for action in parser._actions:
-            assert action.option_strings[0].startswith("--hsc-")
+            assert action.option_strings[0].startswith(("--hsc-", "--sidecar"))
             assert action.type in (str, float) and action.nargs is None and isinstance(action.default, action.type)
 
     def test_layers_default_to_the_trainers_own(self, model: Path) -> None:
@@ -271,12 +271,32 @@ class TestSettings:
         register()
         assert HiddenStatesBackend.registry[NAME] is SidecarBackend
 
-    def test_their_launcher_gets_our_connector(self) -> None:
+    @pytest.mark.parametrize(
+        ("words", "variables", "sidecar"),
+        [
+            (["--sidecar", "http://h:1"], {"HSC_SIDECAR": "http://other:1"}, "http://h:1"),
+            (["--hsc-url", "http://h:1"], {"HSC_SIDECAR": "http://other:1"}, "http://h:1"),
+            ([], {"HSC_SIDECAR": "http://h:1", "HSC_URL": "http://other:1"}, "http://h:1"),
+            ([], {"HSC_URL": "http://h:1"}, "http://h:1"),
+            ([], {}, "http://127.0.0.1:8190"),
+        ],
+    )
+    def test_their_launcher_gets_our_connector(
+        self, words: list[str], variables: dict[str, str], sidecar: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("HSC_SIDECAR", "HSC_URL"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         parser = argparse.ArgumentParser()
         SidecarBackend.add_launch_args(parser)
-        config = SidecarBackend.build_kv_transfer_config(parser.parse_args(["--hsc-url", "http://h:1"]))
+        config = SidecarBackend.build_kv_transfer_config(parser.parse_args(words))
         assert config["kv_connector"] == "HiddenStatesConnector"
-        assert config["kv_connector_extra_config"] == {"sidecar": "http://h:1"}
+        assert config["kv_connector_extra_config"] == {"sidecar": sidecar}
+
+    def test_the_older_name_of_the_sidecar_still_works(self, model: Path) -> None:
+        given = self.arguments(model, target_layer_ids=[0, 1, 3], hsc_url="http://h:1")
+        assert SidecarBackend.from_train_args(given, "data").source.url == "http://h:1"
 
 
 def hsconnector(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -293,7 +313,8 @@ class TestCommand:
     def test_help_and_usage_are_theirs_with_our_options(self) -> None:
         done = hsconnector("train", "--help")
         assert done.returncode == 0
-        assert "--hsc-url" in done.stdout and "--ttt-steps" in done.stdout
+        assert "--sidecar" in done.stdout and "--ttt-steps" in done.stdout
+        assert "--hsc-url" not in done.stdout.partition("hidden-states backends")[2]
         assert hsconnector("train", "--no-such-option").returncode == 2
 
 
@@ -313,7 +334,7 @@ def test_training_cannot_tell_stored_captures_from_plain_files(
         ids = [feeding.capture(rows, tokens) for rows, tokens in zip(reversed(states), reversed(ROWS), strict=True)]
     files = write_plain_files(tmp_path / "files", sidecar.url, ROWS)
     offline = ("--vllm-endpoint", NOBODY, "--on-missing", "raise", "--num-workers", "2")
-    ours = (*offline, "--hsc-url", sidecar.url)
+    ours = (*offline, "--sidecar", sidecar.url)
 
     plain = train(tmp_path, "plain", "speculators", kind, model, data, *offline, "--hidden-states-path", str(files))
     assert len(plain.steps) in STEPS and plain.error_records == 0

@@ -50,7 +50,7 @@ def test_random_rows_are_sound(values: Values) -> None:
 
 
 def test_zero_rows_are_listed(values: Values) -> None:
-    """CASES 3: rows 16 to 31 of 64 x 5 x 32 are zero."""
+    """vllm#51328: rows 16 to 31 of 64 x 5 x 32 are zero."""
     values[16:32] = 0
     values[20] = -0.0
     verdict = judge(values)
@@ -61,7 +61,7 @@ def test_zero_rows_are_listed(values: Values) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite(values: Values, bad: float) -> None:
-    """CASES 44: the verdict says slot and row."""
+    """NaN that a trainer went on with (speculators#615): the verdict says slot and row."""
     values[17, 3, 5] = bad
     verdict = judge(values)
     assert verdict.reasons == ("non_finite",)
@@ -143,7 +143,7 @@ def test_a_zero_slot_is_named(values: Values) -> None:
 
 
 def test_all_zero() -> None:
-    """CASES 1: a wrong block size gives this and a loss that looks fine."""
+    """A wrong block size gives this and a loss that looks fine (vllm#46301)."""
     verdict = judge(torch.zeros(200, 5, 32))
     assert set(verdict.reasons) == {"zero_rows", "equal_slots"}
     found = finding(verdict, "zero_rows")
