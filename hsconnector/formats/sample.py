@@ -66,7 +66,9 @@ class Format(Protocol):
     post_norm: bool
     """Whether the last layer is stored after the final norm."""
     has_mask: bool
-    """Whether the files hold the loss mask."""
+    """Whether the files hold the loss mask; else the trainer takes it from its data set."""
+    is_shard: bool
+    """Whether a file is a whole shard, so that a shard with exactly these layers may be linked instead of written."""
     needs_row: bool
     """Whether the file name is the data set's row index."""
 
