@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hsconnector.reference.model.model import ReferenceModel
 
 from hsconnector.errors import SettingsError, UnsupportedError
+from hsconnector.reference.model import ReferenceModel
 from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS, random_token_ids, tiny_gpt_oss, tiny_qwen3
 
