@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated
 
@@ -19,7 +18,7 @@ from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord, public_fields
 from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.quantities import parse_duration
-from hsconnector.cli.show import plain, readable_bytes
+from hsconnector.cli.show import HEADINGS, cells, plain, readable_bytes
 from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import SettingsError
 
@@ -79,20 +78,9 @@ def _print_table(records: Sequence[CaptureRecord]) -> None:
     if not records:
         console.print("no captures match")
         return
-    columns = ("capture", "created", "state", "rows", "slots", "size", "dataset", "sample")
-    table = Table(*columns, box=None)
+    table = Table(*HEADINGS[:-1], box=None)
     for record in records:
-        cells = (
-            record.capture_id,
-            datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(sep=" ", timespec="seconds")[:19],
-            record.state + (f": {record.reason}" if record.reason else ""),
-            str(record.num_rows),
-            str(len(record.layer_ids)),
-            readable_bytes(record.size),
-            record.dataset,
-            record.sample_id,
-        )
-        table.add_row(*(Text(plain(cell)) for cell in cells))
+        table.add_row(*(Text(plain(cell)) for cell in cells(record)[:-1]))
     console.print(table)
 
 

@@ -30,7 +30,7 @@ from hsconnector.errors import (
     StoreError,
 )
 
-__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits"]
+__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits", "Page"]
 
 _POLL_S = 30.0
 """One long poll; a sidecar that stops answers earlier."""
@@ -85,7 +85,9 @@ class Collection(msgspec.Struct, frozen=True):
     data: list[Leaving]
 
 
-class _Page(msgspec.Struct, frozen=True):
+class Page(msgspec.Struct, frozen=True):
+    """A part of a list; the next one begins at `next_cursor`."""
+
     data: list[CaptureRecord]
     next_cursor: str | None = None
 
@@ -217,7 +219,7 @@ class Client:
         query = {name: str(value) for name, value in filters.items() if value is not None}
         query["limit"] = str(page_size)
         while True:
-            page = self._connection.answer(_Page, "GET", "/v1/captures", params=query)
+            page = self._connection.answer(Page, "GET", "/v1/captures", params=query)
             yield from page.data
             if not page.next_cursor:
                 return

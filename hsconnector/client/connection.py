@@ -7,8 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -44,14 +43,6 @@ class Connection:
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that are spawned: the same, the key included, with sockets of its own."""
         return functools.partial(Connection, key=self._key, timeout_s=self._timeout_s), (self.address.text,)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the sockets of this process; harmless when repeated."""

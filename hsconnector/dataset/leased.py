@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client.leases import Lease, LeaseFilters, LeaseRequest, Leases
-from hsconnector.dataset.failover import FIRST_PAUSE_S, Failures, Fetcher, Replica, View, open_sources
+from hsconnector.client.sources import View
+from hsconnector.dataset.failover import FIRST_PAUSE_S, Failures, Fetcher, Replica, open_sources
 from hsconnector.dataset.prefetch import Prefetch
 from hsconnector.dataset.samples import Sample, make_sample, rows_by_tokens
 from hsconnector.errors import CaptureError, SettingsError, SidecarRefused, SidecarUnreachable, TransportError
@@ -86,7 +87,6 @@ class LeasedDataset(IterableDataset[Sample]):
             raise SettingsError(f"idle_s {idle_s:g} must be 0 or more and shorter than deadline_s {deadline_s:g}")
         if prefetch_bytes < 0 or lease_captures < 1:
             raise SettingsError(f"prefetch_bytes {prefetch_bytes} or lease_captures {lease_captures} is too small")
-        self.view = View(layers=layers, rows=rows, verify=verify, local=local)
         self.idle_s, self.delete = idle_s, delete
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.wanted = LeaseRequest(
@@ -99,8 +99,11 @@ class LeasedDataset(IterableDataset[Sample]):
         )
         urls = [urls] if isinstance(urls, str) else list(urls)
         self._queues = [Leases(url, api_key=api_key) for url in urls]
-        self._fetcher = Fetcher(open_sources(urls, api_key, self.view), self.view, max_failures)
         self._rows = rows_by_tokens(data)
+        self._cut = rows if self._rows else None
+        """Rows to take of a capture that is read whole, as all its tokens tell which row of `data` it is."""
+        view = View(layers=layers, rows=None if self._rows else rows, verify=verify)
+        self._fetcher = Fetcher(open_sources(urls, api_key, local), view, max_failures)
         self._unacked = _Unacked()
         self._failures = Failures(max_failures)
 
@@ -198,17 +201,14 @@ class LeasedDataset(IterableDataset[Sample]):
 
     def _read(self, lent: _Lent) -> Sample | None:
         """The sample of a capture; None where it was deleted meanwhile."""
-        rows = None if self._rows else self.view.rows
         try:
-            capture = self._fetcher.fetch((Replica(lent.token[0], lent.record),), rows)
+            capture = self._fetcher.fetch([Replica(lent.token[0], lent.record)])
         except CaptureError:
             self._pass_over(*lent.token)
             return None
         sample = make_sample(capture, lent.record, self._row(capture))
-        if self._rows and self.view.rows is not None:
-            start, stop = self.view.rows
-            for name in ("hidden_states", "token_ids", "loss_mask"):
-                sample[name] = sample[name][start:stop]
+        if self._cut is not None:
+            sample |= {name: sample[name][slice(*self._cut)] for name in ("hidden_states", "token_ids", "loss_mask")}
         return {**sample, "lease": _token(lent.token)}
 
     def _pass_over(self, index: int, lease_id: str, capture_id: str) -> None:
