@@ -118,7 +118,7 @@ class LeasedDataset(IterableDataset[Sample]):
             self._give_back([lent.token for lent in prefetch.close()])
 
     def ack(self, samples: Any) -> Acked:
-        """Samples, batches of them or their `lease` values are trained on. Harmless when repeated; from any thread.
+        """Acknowledges samples, batches of them or their `lease` values. Harmless when repeated; from any thread.
 
         Raises SidecarUnreachable after `max_failures` calls in a row that some sidecar did not answer.
         """
@@ -212,7 +212,7 @@ class LeasedDataset(IterableDataset[Sample]):
         return {**sample, "lease": _token(lent.token)}
 
     def _pass_over(self, index: int, lease_id: str, capture_id: str) -> None:
-        """Acknowledges what nobody will train on; where that fails it is lent, and passed over, once more."""
+        """Acknowledges a capture that cannot be read; where that fails it comes with a later lease, and again here."""
         with contextlib.suppress(SidecarUnreachable):
             self._ack(index, lease_id, [capture_id])
 
@@ -238,7 +238,7 @@ _Leased = dict[tuple[int, str], list[str]]
 
 
 class _Unacked:
-    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and it travels without its lock."""
+    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and pickled without its lock."""
 
     def __init__(self, names: _Leased | None = None) -> None:
         self._names = names or {}
@@ -254,7 +254,7 @@ class _Unacked:
 
     @contextlib.contextmanager
     def taken(self, more: _Leased) -> Iterator[_Leased]:
-        """All there are, and more, for this caller alone; what is left of them at the end is put back."""
+        """All of them and `more`, for this caller alone; what it leaves in the dictionary is put back at the end."""
         with self._lock:
             todo, self._names = self._names, {}
         try:

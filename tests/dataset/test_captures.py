@@ -121,7 +121,7 @@ def test_the_newest_capture_of_a_sample_counts(sidecar: SidecarThread) -> None:
 
 
 def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """CASES 69: every id once, in the sampler's order."""
+    """Every id once, in the sampler's order."""
     for running in (sidecar, other):
         feed(running.url, range(12))
     dataset = CaptureDataset([sidecar.url, other.url], local=False)
@@ -136,7 +136,7 @@ def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) 
 
 
 def test_what_only_the_dead_one_holds_is_an_error_in_the_end(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """CASES 69: not an endless retry."""
+    """It is not retried without end."""
     feed(sidecar.url, range(3))
     feed(other.url, range(3, 6))
     dataset = CaptureDataset([sidecar.url, other.url], local=False, max_failures=2)

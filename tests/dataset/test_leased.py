@@ -131,7 +131,7 @@ def test_a_capture_that_was_deleted_meanwhile_is_passed_over(sidecar: SidecarThr
 
 
 def test_two_sidecars_of_which_one_dies(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """CASES 69: the other one's captures all come; then the loss is an error, not an endless retry."""
+    """The other one's captures all come; then the loss is an error, not an endless retry."""
     feed(sidecar.url, range(5))
     feed(other.url, range(5, 12))
     dataset = LeasedDataset([sidecar.url, other.url], idle_s=0.2, lease_captures=1, prefetch_bytes=0, max_failures=3)
@@ -185,7 +185,7 @@ def test_two_threads_acknowledge_at_one_time(sidecar: SidecarThread, lease_captu
 
 
 def test_acknowledgements_of_the_step_are_not_made_by_reading_ahead(sidecar: SidecarThread) -> None:
-    """What became of them would be told to nobody."""
+    """Its caller would not hear what became of them."""
     names_of = feed(sidecar.url, range(2))
     dataset = LeasedDataset(sidecar.url, local=False, idle_s=0.1, lease_captures=1, max_failures=5)
     lent = list(dataset._lent(LeaseRequest(consumer="c"), threading.Event()))
