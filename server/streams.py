@@ -25,12 +25,12 @@ from hsconnector.capture.protocol import (
 )
 from hsconnector.errors import ProtocolError
 from server.assembler import Assembly
+from server.mapped_ring import MappedRing
 from server.refusals import unprocessable, wrong_version
-from server.rings import Ring
 from server.shards import ShardWriter
 from server.verdict import Judge
 
-__all__ = ["MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "producer_named", "read_producer"]
+__all__ = ["MAX_ROW_BYTES", "OpenCapture", "ProducerStream", "check_info", "producer_named", "read_producer"]
 
 MAX_ROW_BYTES = 64 << 20
 """A longer row is refused: one row is judged in memory."""
@@ -55,11 +55,11 @@ class OpenCapture:
 
 
 @dataclass
-class Stream:
+class ProducerStream:
     """An open stream."""
 
     producer: Producer
-    ring: Ring | None
+    ring: MappedRing | None
     producer_id: str = field(default_factory=lambda: secrets.token_hex(16))
     last_seq: int = -1
     last_answer: BatchAnswer | None = None

@@ -13,10 +13,10 @@ from hsconnector.capture.header import TOKEN_BYTES, ShardHeader, build_header, d
 from server.shard_files import ShardFile
 from server.shards import PIECE_BYTES
 
-__all__ = ["View"]
+__all__ = ["ShardView"]
 
 
-class View:
+class ShardView:
     """Some rows and layers of a shard, as a small safetensors file with a `data_hash` of its own.
 
     Its metadata is the shard's with `layer_ids` and `data_hash` of the view; `content_hash` is left out, `view` says

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from hsconnector.capture.content import Content
 from hsconnector.capture.header import FORMAT, ShardHeader
 from hsconnector.capture.protocol import LARGEST, CaptureInfo, CaptureState, FailReason, Producer
 from hsconnector.errors import ShardError
@@ -139,6 +140,11 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def final(self) -> bool:
         return self.state is not CaptureState.RECEIVING
+
+    @property
+    def content(self) -> Content:
+        """What it is of, apart from its tokens and from images and the like, which no record names."""
+        return Content(self.model, self.model_revision, self.layer_ids, self.lora)
 
     @property
     def consumed(self) -> bool:

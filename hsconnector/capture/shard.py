@@ -77,8 +77,8 @@ def open_shard(
             if verify:
                 data = _pread(file.fileno(), header.data_at, header.data_bytes)
                 _check_hash(data, header, str(path))
-                return _Reader(header, framework, dtype).whole(data, layers, rows, Path(path))
-            return _Reader(header, framework, dtype).ranged(file.fileno(), layers, rows, Path(path))
+                return _Decoder(header, framework, dtype).whole(data, layers, rows, Path(path))
+            return _Decoder(header, framework, dtype).ranged(file.fileno(), layers, rows, Path(path))
     except OSError as error:
         if isinstance(error, StoreError):
             raise
@@ -100,7 +100,7 @@ def parse_shard(
     data = memoryview(body)[header.data_at :]
     if verify:
         _check_hash(data, header, name)
-    return _Reader(header, framework, dtype).whole(data, layers, rows, None)
+    return _Decoder(header, framework, dtype).whole(data, layers, rows, None)
 
 
 def _check_hash(data: bytearray | memoryview, header: ShardHeader, name: str) -> None:
@@ -125,7 +125,7 @@ def _pread(fd: int, offset: int, length: int) -> bytearray:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _Decoder:
     """Bytes to arrays of one framework."""
 
     header: ShardHeader

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
@@ -131,14 +131,8 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def content_hash(self, row: int) -> str:
         """What a capture of this row's tokens is found by."""
         settings = self.settings
-        return content_hash(
-            model=settings.model,
-            model_revision=settings.revision,
-            layer_ids=settings.captured,
-            lora=settings.lora,
-            mm_hashes=(),
-            token_ids=self._token_ids(row),
-        )
+        content = Content(settings.model, settings.revision, settings.captured, settings.lora)
+        return content.hash_of(self._token_ids(row))
 
     def _token_ids(self, row: int) -> bytes:
         if self._rows is None:

@@ -18,7 +18,7 @@ from server.refusals import bad_parameter
 from server.routes.deps import parse_layers, parse_rows
 from server.service import Sidecar
 from server.shard_files import ShardFile
-from server.views import View
+from server.views import ShardView
 
 __all__ = ["send_tensors"]
 
@@ -96,7 +96,7 @@ class Sending:
             chosen = resolve_rows(wanted_rows, header.shape[0])
         except SettingsError as error:
             raise bad_parameter("rows", str(error)) from error
-        view = await asyncio.to_thread(View, self.file, header, chosen, slots)
+        view = await asyncio.to_thread(ShardView, self.file, header, chosen, slots)
         tag = f'"{view.data_hash}-view"'
         self.headers |= {"etag": tag, "accept-ranges": "none"}
         if matches(self.request.headers.get("if-none-match"), tag, weak=True):
