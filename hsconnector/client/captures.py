@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,13 +112,10 @@ class Client:
         Raises SettingsError.
         """
         self.local = local
-        self._key = api_key if api_key is not None else os.environ.get("HSC_API_KEY", "")
-        self._timeout = timeout
-        self._given = tuple(origins)
-        self._connection = Connection(url, key=self._key, timeout_s=timeout)
+        self._connection = Connection(url, key=api_key, timeout_s=timeout)
         self.url = self._connection.address.text
         self._base = self._connection.address.base
-        self._origins = {origin_of(address): address for address in (self._base, *origins)}
+        self._origins = tuple(dict.fromkeys(origin_of(address) for address in (self._base, *origins)))
 
     def __enter__(self) -> Self:
         return self
@@ -133,16 +128,6 @@ class Client:
     def close(self) -> None:
         """Closes the connections; harmless when repeated."""
         self._connection.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For workers that are spawned: the same client with connections of its own, the key included."""
-        options: dict[str, Any] = {
-            "api_key": self._key,
-            "origins": self._given,
-            "timeout": self._timeout,
-            "local": self.local,
-        }
-        return functools.partial(Client, **options), (self.url,)
 
     def fetch(
         self,

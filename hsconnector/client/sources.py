@@ -97,13 +97,10 @@ class FolderSource:
             try:
                 record = _record_of(path)
             except (ShardError, StoreError) as error:
-                others.append(Unready(path.stem, "", str(error)))
+                others += [Unready(path.stem, "", str(error))] if not ids or path.stem in ids else []
                 continue
-            if _chosen(record, dataset, ids):
-                ready.append(record)
+            ready += [record] if _chosen(record, dataset, ids) else []
         ready.sort(key=lambda record: record.capture_id)
-        if ids:
-            others = [other for other in others if other.capture_id in ids]
         return Listing(tuple(ready), (*others, *self._quarantined(dataset, ids)))
 
     def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
@@ -120,14 +117,11 @@ class FolderSource:
 
     def _quarantined(self, dataset: str | None, ids: Sequence[str]) -> Iterator[Unready]:
         for path in sorted((self._folder / "quarantine").rglob("*.safetensors")):
-            try:
+            with contextlib.suppress(ShardError, StoreError):
                 record = _record_of(path)
-            except (ShardError, StoreError):
-                continue
-            if _chosen(record, dataset, ids):
-                yield Unready(
-                    record.capture_id, record.sample_id, f"capture {record.capture_id} is unsound: it is in quarantine"
-                )
+                if _chosen(record, dataset, ids):
+                    reason = f"capture {record.capture_id} is unsound: it is in quarantine"
+                    yield Unready(record.capture_id, record.sample_id, reason)
 
 
 class SidecarSource:

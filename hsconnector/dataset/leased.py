@@ -115,7 +115,7 @@ class LeasedDataset(IterableDataset[Sample]):
         try:
             yield from prefetch
         finally:
-            self._give_back([lent.token for lent in prefetch.close()])
+            self._give_back(_by_lease([lent.lease for lent in prefetch.close()]))
 
     def ack(self, samples: Any) -> Acked:
         """Acknowledges samples, batches of them or their `lease` values. Harmless when repeated; from any thread.
@@ -148,8 +148,7 @@ class LeasedDataset(IterableDataset[Sample]):
 
     def release(self, samples: Any) -> None:
         """Gives samples back at once; what no sidecar answers for comes back at its deadline."""
-        leases = _by_lease(samples)
-        self._give_back([(index, lease_id, name) for (index, lease_id), names in leases.items() for name in names])
+        self._give_back(_by_lease(samples))
 
     def outstanding(self) -> int:
         """Captures of this queue that any consumer holds now; raises SidecarUnreachable."""
@@ -180,7 +179,7 @@ class LeasedDataset(IterableDataset[Sample]):
                     continue
                 for record in lease.captures:
                     got = True
-                    yield _Lent(record, (index, lease.lease_id or "", record.capture_id))
+                    yield _Lent(index, lease.lease_id or "", record)
             if got:
                 last = time.monotonic()
             elif self._is_over(troubles, time.monotonic() - last):
@@ -202,19 +201,19 @@ class LeasedDataset(IterableDataset[Sample]):
     def _read(self, lent: _Lent) -> Sample | None:
         """The sample of a capture; None where it was deleted meanwhile."""
         try:
-            capture = self._fetcher.fetch([Replica(lent.token[0], lent.record)])
+            capture = self._fetcher.fetch([Replica(lent.source, lent.record)])
         except CaptureError:
-            self._pass_over(*lent.token)
+            self._pass_over(lent)
             return None
         sample = make_sample(capture, lent.record, self._row(capture))
         if self._cut is not None:
             sample |= {name: sample[name][slice(*self._cut)] for name in ("hidden_states", "token_ids", "loss_mask")}
-        return {**sample, "lease": _token(lent.token)}
+        return {**sample, "lease": lent.lease}
 
-    def _pass_over(self, index: int, lease_id: str, capture_id: str) -> None:
+    def _pass_over(self, lent: _Lent) -> None:
         """Acknowledges a capture that cannot be read; where that fails it comes with a later lease, and again here."""
         with contextlib.suppress(SidecarUnreachable):
-            self._ack(index, lease_id, [capture_id])
+            self._ack(lent.source, lent.lease_id, [lent.record.capture_id])
 
     def _row(self, capture: Capture) -> DataRow | None:
         if not self._rows:
@@ -224,10 +223,7 @@ class LeasedDataset(IterableDataset[Sample]):
             raise SettingsError(f"the tokens of capture {capture.capture_id} are those of no row of `data`")
         return row
 
-    def _give_back(self, tokens: Sequence[tuple[int, str, str]]) -> None:
-        leases: _Leased = defaultdict(list)
-        for index, lease_id, name in tokens:
-            leases[index, lease_id].append(name)
+    def _give_back(self, leases: _Leased) -> None:
         for (index, lease_id), names in leases.items():
             with contextlib.suppress(TransportError):
                 self._queues[index].release(lease_id, names)
@@ -272,17 +268,20 @@ def _add(leased: _Leased, more: _Leased) -> _Leased:
 
 @dataclass(frozen=True)
 class _Lent:
+    """A capture that sidecar number `source` has lent."""
+
+    source: int
+    lease_id: str
     record: CaptureRecord
-    token: tuple[int, str, str]
-    """Sidecar, lease, capture."""
 
     @property
     def size(self) -> int:
         return self.record.size
 
-
-def _token(token: tuple[int, str, str]) -> str:
-    return "/".join(map(str, token))
+    @property
+    def lease(self) -> str:
+        """What `_by_lease` knows it by."""
+        return f"{self.source}/{self.lease_id}/{self.record.capture_id}"
 
 
 def _by_lease(samples: Any) -> _Leased:

@@ -38,6 +38,13 @@ NAME = "hsconnector"
 
 log = logging.getLogger("speculators.hsconnector")
 
+_TRAIN_OPTIONS = (
+    ("--hsc-model", "", "The model as the engine names it; default: the verifier."),
+    ("--hsc-revision", "", "The revision the engine was started with."),
+    ("--hsc-layers", "", "The layers the engine captures, if more than are trained on."),
+    ("--hsc-lora", "", "The adapter that was captured."),
+    ("--hsc-wait", 120.0, "Seconds to wait for a capture or a restarting sidecar."),
+)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
 _T = TypeVar("_T")
 
@@ -192,17 +199,8 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     def add_train_args(parser: argparse.ArgumentParser) -> None:
         """The options of `speculators train`."""
         _add_sidecar(parser)
-        parser.add_argument(
-            "--hsc-model", type=str, default="", help="The model as the engine names it; default: the verifier."
-        )
-        parser.add_argument("--hsc-revision", type=str, default="", help="The revision the engine was started with.")
-        parser.add_argument(
-            "--hsc-layers", type=str, default="", help="The layers the engine captures, if more than are trained on."
-        )
-        parser.add_argument("--hsc-lora", type=str, default="", help="The adapter that was captured.")
-        parser.add_argument(
-            "--hsc-wait", type=float, default=120.0, help="Seconds to wait for a capture or a restarting sidecar."
-        )
+        for name, default, help in _TRAIN_OPTIONS:
+            parser.add_argument(name, type=type(default), default=default, help=help)
         parser.add_argument(
             "--hsc-keep",
             type=str,
