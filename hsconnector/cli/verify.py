@@ -58,7 +58,7 @@ def verify(
     ] = None,
     sidecar: SidecarOption = DEFAULT_SIDECAR,
     model: Annotated[str, typer.Option(help="The checkpoint to compare with; else what each capture names.")] = "",
-    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the latest ones.")] = 4,
+    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the newest.")] = 4,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Relative to a row's largest value; 0: 1e-4 (f32), 1e-2 (f16), 5e-2 (bf16).")
     ] = 0.0,
@@ -114,7 +114,7 @@ def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -
 
 
 def _accused(capture: Capture, reference: ReferenceModel, tolerance: float, first: Difference) -> Report:
-    """A second pass decides and explains: on a busy machine a first one was seen to be off by itself."""
+    """A second pass decides and explains: a first one was seen to be wrong by itself on a busy machine."""
     layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
     second = compare(capture.hidden_states, layers[:, list(capture.layer_ids)], tolerance)
     report = _report(capture, reference, tolerance, second)

@@ -5,7 +5,6 @@ Whether rows travel in the body or lie in shared memory is written in each span;
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -33,6 +32,8 @@ from hsconnector.capture.protocol import (
     encode,
     encode_batch,
 )
+from hsconnector.client.address import parse_address
+from hsconnector.client.envelope import read_denial
 from hsconnector.connector.deadline import DeadlineBackend
 from hsconnector.errors import ProducerUnknown, ProtocolError, SidecarRefused, SidecarUnreachable, TransportError
 
@@ -66,15 +67,15 @@ class HttpTransport:
     """`http://host:port` or `unix:///path`; no call takes longer than `timeout` seconds, however slowly bytes move."""
 
     def __init__(self, address: str, api_key: str = "", timeout: float = 30.0) -> None:
-        path = address.removeprefix("unix://") if address.startswith("unix://") else None
+        place = parse_address(address)
         self.address = address
-        self._base = "http://localhost" if path else address.rstrip("/")
+        self._base = place.base
         self._headers = [("Content-Type", "application/msgpack")]
         if api_key:
             self._headers.append(("Authorization", f"Bearer {api_key}"))
         self._timeout = timeout
         self._backend = DeadlineBackend()
-        self._pool = httpcore.ConnectionPool(uds=path, max_connections=1, network_backend=self._backend)
+        self._pool = httpcore.ConnectionPool(uds=place.socket, max_connections=1, network_backend=self._backend)
 
     def open(self, producer: Producer) -> ProducerAccepted:
         return self._post("/v1/producers", [encode(producer)], ProducerAccepted)
@@ -117,9 +118,9 @@ class HttpTransport:
         return response.status, bytes(body)
 
     def _refusal(self, path: str, status: int, body: bytes) -> Exception:
-        message, kind = _read_envelope(body)
-        text = f"{self.address}{path}: {status} {message}"
-        if kind == "producer_unknown":
+        denial = read_denial(body)
+        text = f"{self.address}{path}: {status} {denial.message}"
+        if denial.type == "producer_unknown":
             return ProducerUnknown(text)
         if status in (408, 429) or status >= 500:
             return SidecarUnreachable(text)
@@ -140,15 +141,6 @@ def _pieces(buffers: Sequence[Buffer]) -> Iterator[bytes]:
         view = memoryview(buffer)
         for start in range(0, len(view), PIECE_BYTES):
             yield bytes(view[start : start + PIECE_BYTES])
-
-
-def _read_envelope(body: bytes) -> tuple[str, str]:
-    """Message and type of vLLM's error envelope, or the body's first characters."""
-    try:
-        error: Any = json.loads(body)["error"]
-        return str(error["message"])[:1000], str(error["type"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return body[:200].decode(errors="replace").strip(), ""
 
 
 @dataclass
