@@ -139,7 +139,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Nothing is ever loaded; what the engine has itself tells later what another connector has brought."""
         if self.tracker is not None:
-            self.tracker.origins.offered(request.request_id, num_computed_tokens)
+            self.tracker.external.offered(request.request_id, num_computed_tokens)
         return 0, False
 
     @guarded(lambda: None)
@@ -148,7 +148,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         external = compat.external_tokens(request, num_external_tokens)
         if external > 0 and self.tracker is not None:
             table = compat.table_of(blocks, self._group.index)
-            detail = self.tracker.origins.loaded(request.request_id, external, table)
+            detail = self.tracker.external.loaded(request.request_id, external, table)
             self.tracker.fail(request.request_id, FailReason.EXTERNAL_PREFIX, detail)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -246,7 +246,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
         sender = Sender(producer, self._settings, transport, locks=locks)
         gather = gather_for(view, self._group.block_size)
-        self._worker = Worker(view, self._group.block_size, gather, sender, self._settings, on_ring=on_ring)
+        self._worker = Worker(gather, sender, on_ring)
         sender.start()
         self._worker.follow_stream()
 
