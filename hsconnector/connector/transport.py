@@ -6,7 +6,7 @@ Whether rows travel in the body or lie in shared memory is written in each span;
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import httpcore
 

@@ -175,4 +175,6 @@ def without(value: Any, keys: set[str]) -> Any:
 
 def hashed(*parts: Any) -> str:
     """SHA-256 (hex) of the parts as JSON."""
-    return hashlib.sha256(json.dumps(["hsconnector/weights/1", *parts], sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(["hsconnector/weights/1", *parts], sort_keys=True, default=str).encode()
+    ).hexdigest()
