@@ -48,13 +48,17 @@ def gc(
     ] = None,
     evict: Annotated[
         Literal["acked", "oldest", "none"] | None,
-        typer.Option(help="What may go to get there; default: the sidecar's, acked."),
+        typer.Option(help="What may go to get down to --max-bytes; default: the sidecar's, acked."),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="Instead: every capture of this data set.")] = None,
-    sample_id: Annotated[str | None, typer.Option(help="Of this sample.")] = None,
-    model: Annotated[str | None, typer.Option(help="Of this model.")] = None,
-    state: Annotated[CaptureState | None, typer.Option(help="In this state: ready or quarantined.")] = None,
-    older_than: Annotated[str | None, typer.Option(help="Created longer ago than this: 90s, 30m, 12h, 7d.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Instead of retention: every capture of this data set.")] = None,
+    sample_id: Annotated[str | None, typer.Option(help="Every capture of this sample.")] = None,
+    model: Annotated[str | None, typer.Option(help="Every capture of this model.")] = None,
+    state: Annotated[
+        CaptureState | None, typer.Option(help="Every capture in this state: ready or quarantined.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Every capture made longer ago than this: 90s, 30m, 12h, 7d.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run/--delete", help="Only say what would go, or remove it.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -101,7 +105,7 @@ def _limits(ttl: str | None, max_bytes: str | None, evict: str | None) -> Limits
 
 @contextlib.contextmanager
 def _own_sidecar(store: Path) -> Iterator[str]:
-    """The address of a sidecar on `store` for the moment; exit code 3 where it cannot start."""
+    """The address of a sidecar that runs on `store` within this context; exit code 3 where it cannot start."""
     if not (store / "captures").is_dir():
         raise SettingsError(f"{store} is not a store: it has no folder captures")
     with tempfile.TemporaryDirectory(prefix="hsconnector-") as folder:

@@ -21,8 +21,10 @@ from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import CaptureNotFound
 
-__all__ = ["columns", "plain", "readable_bytes", "show"]
+__all__ = ["HEADINGS", "cells", "columns", "plain", "readable_bytes", "show"]
 
+HEADINGS = ("capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request")
+"""Of the `cells` of a record in a list."""
 _LATEST = 20
 
 
@@ -64,6 +66,21 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def cells(record: CaptureRecord) -> list[str]:
+    """A record as one line of a list, under `HEADINGS`; its texts are as clients gave them."""
+    return [
+        record.capture_id,
+        _moment(record.created)[:19],
+        record.state + (f": {record.reason}" if record.reason else ""),
+        str(record.num_rows),
+        str(len(record.layer_ids)),
+        readable_bytes(record.size),
+        record.dataset,
+        record.sample_id,
+        record.request_id,
+    ]
 
 
 def readable_bytes(count: int) -> str:
@@ -171,14 +188,4 @@ def _print_list(records: Sequence[CaptureRecord]) -> None:
     if not records:
         typer.echo("no captures yet")
         return
-    rows = [["capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request"]]
-    for record in records:
-        about = [
-            record.state + (f": {record.reason}" if record.reason else ""),
-            str(record.num_rows),
-            str(len(record.layer_ids)),
-            readable_bytes(record.size),
-        ]
-        texts = [record.dataset, record.sample_id, record.request_id]
-        rows.append([record.capture_id, _moment(record.created)[:19], *about, *texts])
-    typer.echo(columns(rows))
+    typer.echo(columns([HEADINGS, *map(cells, records)]))

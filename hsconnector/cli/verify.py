@@ -59,7 +59,7 @@ def verify(
     ] = None,
     sidecar: SidecarOption = DEFAULT_SIDECAR,
     model: Annotated[str, typer.Option(help="The checkpoint to compare with; else what each capture names.")] = "",
-    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the latest ones.")] = 4,
+    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the newest.")] = 4,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Relative to a row's largest value; 0: 1e-4 (f32), 1e-2 (f16), 5e-2 (bf16).")
     ] = 0.0,

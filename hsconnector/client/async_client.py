@@ -13,6 +13,7 @@ import msgspec
 from hsconnector.capture.protocol import CaptureState, Producer
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.address import parse_address
+from hsconnector.client.captures import Page
 from hsconnector.client.connection import decode, require, why
 from hsconnector.client.envelope import PASSING, read_denial
 from hsconnector.errors import SidecarUnreachable
@@ -24,11 +25,6 @@ _LOOKUP = 500
 _POLL_S = 20.0
 _PAUSE_S = 0.05
 _T = TypeVar("_T")
-
-
-class _Captures(msgspec.Struct, frozen=True):
-    data: list[CaptureRecord]
-    next_cursor: str | None = None
 
 
 class _Producers(msgspec.Struct, frozen=True):
@@ -55,7 +51,7 @@ class AsyncClient:
         found: dict[str, list[CaptureRecord]] = {digest: [] for digest in hashes}
         for first in range(0, len(hashes), _LOOKUP):
             body = {"content_hashes": list(hashes[first : first + _LOOKUP])}
-            for record in (await self._answer(_Captures, "POST", "/v1/captures:lookup", json=body)).data:
+            for record in (await self._answer(Page, "POST", "/v1/captures:lookup", json=body)).data:
                 found[record.content_hash].append(record)
         return found
 
@@ -66,7 +62,7 @@ class AsyncClient:
             query["sample_id"] = sample_id
         records: list[CaptureRecord] = []
         while True:
-            page = await self._answer(_Captures, "GET", "/v1/captures", params=query)
+            page = await self._answer(Page, "GET", "/v1/captures", params=query)
             records += page.data
             if not page.next_cursor:
                 return records

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ from hsconnector.errors import (
     StoreError,
 )
 
-__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits"]
+__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits", "Page"]
 
 _POLL_S = 30.0
 """One long poll; a sidecar that stops answers earlier."""
@@ -85,7 +83,9 @@ class Collection(msgspec.Struct, frozen=True):
     data: list[Leaving]
 
 
-class _Page(msgspec.Struct, frozen=True):
+class Page(msgspec.Struct, frozen=True):
+    """A part of a list; the next one begins at `next_cursor`."""
+
     data: list[CaptureRecord]
     next_cursor: str | None = None
 
@@ -112,13 +112,10 @@ class Client:
         Raises SettingsError.
         """
         self.local = local
-        self._key = api_key if api_key is not None else os.environ.get("HSC_API_KEY", "")
-        self._timeout = timeout
-        self._given = tuple(origins)
-        self._connection = Connection(url, key=self._key, timeout_s=timeout)
+        self._connection = Connection(url, key=api_key, timeout_s=timeout)
         self.url = self._connection.address.text
         self._base = self._connection.address.base
-        self._origins = {origin_of(address): address for address in (self._base, *origins)}
+        self._origins = tuple(dict.fromkeys(origin_of(address) for address in (self._base, *origins)))
 
     def __enter__(self) -> Self:
         return self
@@ -131,16 +128,6 @@ class Client:
     def close(self) -> None:
         """Closes the connections; harmless when repeated."""
         self._connection.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For workers that are spawned: the same client with connections of its own, the key included."""
-        options: dict[str, Any] = {
-            "api_key": self._key,
-            "origins": self._given,
-            "timeout": self._timeout,
-            "local": self.local,
-        }
-        return functools.partial(Client, **options), (self.url,)
 
     def fetch(
         self,
@@ -217,7 +204,7 @@ class Client:
         query = {name: str(value) for name, value in filters.items() if value is not None}
         query["limit"] = str(page_size)
         while True:
-            page = self._connection.answer(_Page, "GET", "/v1/captures", params=query)
+            page = self._connection.answer(Page, "GET", "/v1/captures", params=query)
             yield from page.data
             if not page.next_cursor:
                 return

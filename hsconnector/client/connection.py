@@ -7,8 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -30,13 +29,13 @@ _T = TypeVar("_T")
 class Connection:
     """Calls to one sidecar over HTTP or a Unix socket. May be used from several threads, forked or pickled.
 
-    `timeout_s` is of one answer. `key` is sent with every call, so only URLs at trusted origins may be asked for.
-    Connections are closed with the last reference, where nobody did before. Raises SettingsError.
+    `timeout_s` is of one answer. `key`, else `HSC_API_KEY`, goes with every call, so ask for trusted origins only.
+    Sockets are closed with the last reference, where nobody did before. Raises SettingsError.
     """
 
-    def __init__(self, address: str, *, key: str = "", timeout_s: float = 60.0) -> None:
+    def __init__(self, address: str, *, key: str | None = None, timeout_s: float = 60.0) -> None:
         self.address = parse_address(address)
-        self._key = key
+        self._key = os.environ.get("HSC_API_KEY", "") if key is None else key
         self._timeout_s = timeout_s
         self._process = -1
         self._open()
@@ -44,14 +43,6 @@ class Connection:
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that are spawned: the same, the key included, with sockets of its own."""
         return functools.partial(Connection, key=self._key, timeout_s=self._timeout_s), (self.address.text,)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the sockets of this process; harmless when repeated."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -80,8 +79,7 @@ class Leases:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 60.0) -> None:
         """`api_key` else `HSC_API_KEY`; `timeout` is of one answer, in seconds."""
-        key = os.environ.get("HSC_API_KEY", "") if api_key is None else api_key
-        self._connection = Connection(url, key=key, timeout_s=timeout)
+        self._connection = Connection(url, key=api_key, timeout_s=timeout)
 
     def close(self) -> None:
         """Closes the connections; harmless when repeated."""

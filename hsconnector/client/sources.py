@@ -18,7 +18,7 @@ from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.client.captures import Client
 from hsconnector.errors import CaptureError, SettingsError, ShardError, StoreError
 
-__all__ = ["FolderSource", "Listing", "SidecarSource", "Source", "Unready", "open_source"]
+__all__ = ["FolderSource", "Listing", "SidecarSource", "Source", "Unready", "View", "open_source"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,18 @@ class Listing:
     others: tuple[Unready, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Which part of a capture is read, and how."""
+
+    layers: Sequence[int] | None = None
+    """Layer ids; None for all."""
+    rows: tuple[int, int] | None = None
+    """First and one past the last row; None for all."""
+    verify: bool = True
+    """Compare the checksum."""
+
+
 class Source(Protocol):
     """Where captures come from. Travels to spawned workers."""
 
@@ -50,18 +62,8 @@ class Source(Protocol):
     def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
         """The ready captures of a data set and a model, or all, in no order."""
 
-    def open(
-        self,
-        record: CaptureRecord,
-        layers: Sequence[int] | None = None,
-        rows: tuple[int, int] | None = None,
-        *,
-        verify: bool = True,
-    ) -> Capture:
-        """A capture's tensors: of these layer ids, from the first row to before the last, or all.
-
-        Raises CaptureError, ShardError, StoreError, TransportError.
-        """
+    def open(self, record: CaptureRecord, view: View) -> Capture:
+        """A capture's tensors; raises CaptureError, ShardError, StoreError, TransportError."""
 
     def path(self, record: CaptureRecord) -> Path | None:
         """The capture's shard on this host, where there is one."""
@@ -95,27 +97,17 @@ class FolderSource:
             try:
                 record = _record_of(path)
             except (ShardError, StoreError) as error:
-                others.append(Unready(path.stem, "", str(error)))
+                others += [Unready(path.stem, "", str(error))] if not ids or path.stem in ids else []
                 continue
-            if _chosen(record, dataset, ids):
-                ready.append(record)
+            ready += [record] if _chosen(record, dataset, ids) else []
         ready.sort(key=lambda record: record.capture_id)
-        if ids:
-            others = [other for other in others if other.capture_id in ids]
         return Listing(tuple(ready), (*others, *self._quarantined(dataset, ids)))
 
     def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
         return [record for record in self.list(dataset=dataset).ready if model in (None, record.model)]
 
-    def open(
-        self,
-        record: CaptureRecord,
-        layers: Sequence[int] | None = None,
-        rows: tuple[int, int] | None = None,
-        *,
-        verify: bool = True,
-    ) -> Capture:
-        return open_shard(str(record.path), layers=layers, rows=rows, verify=verify)
+    def open(self, record: CaptureRecord, view: View) -> Capture:
+        return open_shard(str(record.path), layers=view.layers, rows=view.rows, verify=view.verify)
 
     def path(self, record: CaptureRecord) -> Path | None:
         return Path(record.path) if record.path else None
@@ -125,14 +117,11 @@ class FolderSource:
 
     def _quarantined(self, dataset: str | None, ids: Sequence[str]) -> Iterator[Unready]:
         for path in sorted((self._folder / "quarantine").rglob("*.safetensors")):
-            try:
+            with contextlib.suppress(ShardError, StoreError):
                 record = _record_of(path)
-            except (ShardError, StoreError):
-                continue
-            if _chosen(record, dataset, ids):
-                yield Unready(
-                    record.capture_id, record.sample_id, f"capture {record.capture_id} is unsound: it is in quarantine"
-                )
+                if _chosen(record, dataset, ids):
+                    reason = f"capture {record.capture_id} is unsound: it is in quarantine"
+                    yield Unready(record.capture_id, record.sample_id, reason)
 
 
 class SidecarSource:
@@ -157,16 +146,9 @@ class SidecarSource:
     def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
         return self._client.find(dataset=dataset, model=model, state=CaptureState.READY)
 
-    def open(
-        self,
-        record: CaptureRecord,
-        layers: Sequence[int] | None = None,
-        rows: tuple[int, int] | None = None,
-        *,
-        verify: bool = True,
-    ) -> Capture:
-        chosen = None if layers is not None and tuple(layers) == record.layer_ids else layers
-        return self._client.fetch(record, wait=0, layers=chosen, rows=rows, verify=verify)
+    def open(self, record: CaptureRecord, view: View) -> Capture:
+        layers = None if tuple(view.layers or ()) == record.layer_ids else view.layers
+        return self._client.fetch(record, wait=0, layers=layers, rows=view.rows, verify=view.verify)
 
     def path(self, record: CaptureRecord) -> Path | None:
         path = Path(record.path) if record.path and self._client.local else None

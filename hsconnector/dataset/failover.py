@@ -12,10 +12,10 @@ import msgspec
 
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
-from hsconnector.client.sources import Source, open_source
+from hsconnector.client.sources import Source, View, open_source
 from hsconnector.errors import CaptureError, SettingsError, ShardError, SidecarUnreachable, StoreError
 
-__all__ = ["Failures", "Fetcher", "Replica", "Sources", "View", "open_sources"]
+__all__ = ["Failures", "Fetcher", "Replica", "Sources", "open_sources"]
 
 Sources = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Store folders and sidecar addresses."""
@@ -23,20 +23,6 @@ Sources = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
 _DOWN_S = 5.0
 """How long a source that did not answer is asked last."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """Which part of each capture is read, and how."""
-
-    layers: Sequence[int] | None = None
-    """Layer ids; None for all."""
-    rows: tuple[int, int] | None = None
-    """First and one past the last row; None for all."""
-    verify: bool = True
-    """Compare the checksum."""
-    local: bool = True
-    """Open shards of a sidecar on this host directly."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +84,13 @@ class Fetcher:
             for record in source.ready(dataset=dataset, model=model)
         ]
 
-    def fetch(self, replicas: Sequence[Replica], rows: tuple[int, int] | None) -> Capture:
+    def fetch(self, replicas: Sequence[Replica]) -> Capture:
         """The first copy that can be had; waits and tries again while a source that holds one does not answer."""
         left, pause = list(replicas), FIRST_PAUSE_S
         while True:
             for replica in sorted(left, key=self._is_down):
                 try:
-                    source = self._sources[replica.source]
-                    capture = source.open(replica.record, self._view.layers, rows, verify=self._view.verify)
+                    capture = self._sources[replica.source].open(replica.record, self._view)
                 except SidecarUnreachable as error:
                     self._down[replica.source] = time.monotonic() + _DOWN_S
                     self._failures.count(error)
@@ -125,9 +110,9 @@ class Fetcher:
         return self._down.get(replica.source, 0.0) > time.monotonic()
 
 
-def open_sources(sources: Sources, api_key: str | None, view: View) -> list[Source]:
+def open_sources(sources: Sources, api_key: str | None, local: bool) -> list[Source]:
     """Raises SettingsError, also where there are none."""
     given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     if not given:
         raise SettingsError("no sources: give store folders or sidecar addresses")
-    return [open_source(source, api_key=api_key, local=view.local) for source in given]
+    return [open_source(source, api_key=api_key, local=local) for source in given]

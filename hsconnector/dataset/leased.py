@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client.leases import Lease, LeaseFilters, LeaseRequest, Leases
-from hsconnector.dataset.failover import FIRST_PAUSE_S, Failures, Fetcher, Replica, View, open_sources
+from hsconnector.client.sources import View
+from hsconnector.dataset.failover import FIRST_PAUSE_S, Failures, Fetcher, Replica, open_sources
 from hsconnector.dataset.prefetch import Prefetch
 from hsconnector.dataset.samples import Sample, make_sample, rows_by_tokens
 from hsconnector.errors import CaptureError, SettingsError, SidecarRefused, SidecarUnreachable, TransportError
@@ -86,7 +87,6 @@ class LeasedDataset(IterableDataset[Sample]):
             raise SettingsError(f"idle_s {idle_s:g} must be 0 or more and shorter than deadline_s {deadline_s:g}")
         if prefetch_bytes < 0 or lease_captures < 1:
             raise SettingsError(f"prefetch_bytes {prefetch_bytes} or lease_captures {lease_captures} is too small")
-        self.view = View(layers=layers, rows=rows, verify=verify, local=local)
         self.idle_s, self.delete = idle_s, delete
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.wanted = LeaseRequest(
@@ -99,8 +99,11 @@ class LeasedDataset(IterableDataset[Sample]):
         )
         urls = [urls] if isinstance(urls, str) else list(urls)
         self._queues = [Leases(url, api_key=api_key) for url in urls]
-        self._fetcher = Fetcher(open_sources(urls, api_key, self.view), self.view, max_failures)
         self._rows = rows_by_tokens(data)
+        self._cut = rows if self._rows else None
+        """Rows to take of a capture that is read whole, as all its tokens tell which row of `data` it is."""
+        view = View(layers=layers, rows=None if self._rows else rows, verify=verify)
+        self._fetcher = Fetcher(open_sources(urls, api_key, local), view, max_failures)
         self._unacked = _Unacked()
         self._failures = Failures(max_failures)
 
@@ -112,10 +115,10 @@ class LeasedDataset(IterableDataset[Sample]):
         try:
             yield from prefetch
         finally:
-            self._give_back([lent.token for lent in prefetch.close()])
+            self._give_back(_by_lease([lent.lease for lent in prefetch.close()]))
 
     def ack(self, samples: Any) -> Acked:
-        """Samples, batches of them or their `lease` values are trained on. Harmless when repeated; from any thread.
+        """Acknowledges samples, batches of them or their `lease` values. Harmless when repeated; from any thread.
 
         Raises SidecarUnreachable after `max_failures` calls in a row that some sidecar did not answer.
         """
@@ -145,8 +148,7 @@ class LeasedDataset(IterableDataset[Sample]):
 
     def release(self, samples: Any) -> None:
         """Gives samples back at once; what no sidecar answers for comes back at its deadline."""
-        leases = _by_lease(samples)
-        self._give_back([(index, lease_id, name) for (index, lease_id), names in leases.items() for name in names])
+        self._give_back(_by_lease(samples))
 
     def outstanding(self) -> int:
         """Captures of this queue that any consumer holds now; raises SidecarUnreachable."""
@@ -177,7 +179,7 @@ class LeasedDataset(IterableDataset[Sample]):
                     continue
                 for record in lease.captures:
                     got = True
-                    yield _Lent(record, (index, lease.lease_id or "", record.capture_id))
+                    yield _Lent(index, lease.lease_id or "", record)
             if got:
                 last = time.monotonic()
             elif self._is_over(troubles, time.monotonic() - last):
@@ -198,23 +200,20 @@ class LeasedDataset(IterableDataset[Sample]):
 
     def _read(self, lent: _Lent) -> Sample | None:
         """The sample of a capture; None where it was deleted meanwhile."""
-        rows = None if self._rows else self.view.rows
         try:
-            capture = self._fetcher.fetch((Replica(lent.token[0], lent.record),), rows)
+            capture = self._fetcher.fetch([Replica(lent.source, lent.record)])
         except CaptureError:
-            self._pass_over(*lent.token)
+            self._pass_over(lent)
             return None
         sample = make_sample(capture, lent.record, self._row(capture))
-        if self._rows and self.view.rows is not None:
-            start, stop = self.view.rows
-            for name in ("hidden_states", "token_ids", "loss_mask"):
-                sample[name] = sample[name][start:stop]
-        return {**sample, "lease": _token(lent.token)}
+        if self._cut is not None:
+            sample |= {name: sample[name][slice(*self._cut)] for name in ("hidden_states", "token_ids", "loss_mask")}
+        return {**sample, "lease": lent.lease}
 
-    def _pass_over(self, index: int, lease_id: str, capture_id: str) -> None:
-        """Acknowledges what nobody will train on; where that fails it is lent, and passed over, once more."""
+    def _pass_over(self, lent: _Lent) -> None:
+        """Acknowledges a capture that cannot be read; where that fails it comes with a later lease, and again here."""
         with contextlib.suppress(SidecarUnreachable):
-            self._ack(index, lease_id, [capture_id])
+            self._ack(lent.source, lent.lease_id, [lent.record.capture_id])
 
     def _row(self, capture: Capture) -> DataRow | None:
         if not self._rows:
@@ -224,10 +223,7 @@ class LeasedDataset(IterableDataset[Sample]):
             raise SettingsError(f"the tokens of capture {capture.capture_id} are those of no row of `data`")
         return row
 
-    def _give_back(self, tokens: Sequence[tuple[int, str, str]]) -> None:
-        leases: _Leased = defaultdict(list)
-        for index, lease_id, name in tokens:
-            leases[index, lease_id].append(name)
+    def _give_back(self, leases: _Leased) -> None:
         for (index, lease_id), names in leases.items():
             with contextlib.suppress(TransportError):
                 self._queues[index].release(lease_id, names)
@@ -238,7 +234,7 @@ _Leased = dict[tuple[int, str], list[str]]
 
 
 class _Unacked:
-    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and it travels without its lock."""
+    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and pickled without its lock."""
 
     def __init__(self, names: _Leased | None = None) -> None:
         self._names = names or {}
@@ -254,7 +250,7 @@ class _Unacked:
 
     @contextlib.contextmanager
     def taken(self, more: _Leased) -> Iterator[_Leased]:
-        """All there are, and more, for this caller alone; what is left of them at the end is put back."""
+        """All of them and `more`, for this caller alone; what it leaves in the dictionary is put back at the end."""
         with self._lock:
             todo, self._names = self._names, {}
         try:
@@ -272,17 +268,20 @@ def _add(leased: _Leased, more: _Leased) -> _Leased:
 
 @dataclass(frozen=True)
 class _Lent:
+    """A capture that sidecar number `source` has lent."""
+
+    source: int
+    lease_id: str
     record: CaptureRecord
-    token: tuple[int, str, str]
-    """Sidecar, lease, capture."""
 
     @property
     def size(self) -> int:
         return self.record.size
 
-
-def _token(token: tuple[int, str, str]) -> str:
-    return "/".join(map(str, token))
+    @property
+    def lease(self) -> str:
+        """What `_by_lease` knows it by."""
+        return f"{self.source}/{self.lease_id}/{self.record.capture_id}"
 
 
 def _by_lease(samples: Any) -> _Leased:

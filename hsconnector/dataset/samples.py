@@ -14,7 +14,8 @@ import torch
 
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
-from hsconnector.dataset.failover import Replica, View
+from hsconnector.client.sources import View
+from hsconnector.dataset.failover import Replica
 from hsconnector.errors import CaptureNotFound, SettingsError
 from hsconnector.prompts.labels import DataRow, read_rows
 

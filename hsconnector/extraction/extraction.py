@@ -178,7 +178,7 @@ class Extraction:
         """One row, until it is captured or has been asked for often enough."""
         reason, turn = "", next(self._turn)
         for attempt in range(ask.attempts):
-            if attempt and await self._ready_after_a_pause(ask, attempt):
+            if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)
             try:
                 await self._attempt(ask, self._engines[(turn + attempt) % len(self._engines)])
@@ -214,8 +214,11 @@ class Extraction:
             "kv_transfer_params": {"hidden_states": hidden_states},
         }
 
-    async def _ready_after_a_pause(self, ask: _Ask, attempt: int) -> bool:
-        """Waits before another attempt, and says whether the one before gave a capture though no answer said so."""
+    async def _captured_after_all(self, ask: _Ask, attempt: int) -> bool:
+        """Pauses, waits for captures of this row that are under way, and tells whether one is ready.
+
+        The answer to the attempt before may have been lost while the engine went on with it.
+        """
         self.ledger.retries += 1
         pause = min(self._order.pause_s * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))

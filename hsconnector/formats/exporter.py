@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hsconnector.capture.shard import Capture
-from hsconnector.client.sources import Source
+from hsconnector.client.sources import Source, View
 from hsconnector.errors import CaptureError, HSConnectorError, ShardError, StoreError
 from hsconnector.formats.assignment import Assignment, Problem
 from hsconnector.formats.manifest import Manifest, ManifestEntry
@@ -104,7 +104,7 @@ class Exporter:
         return ""
 
     def _write(self, assignment: Assignment) -> int:
-        capture = self.source.open(assignment.record, self.layers.ids, verify=self.verify)
+        capture = self.source.open(assignment.record, View(layers=self.layers.ids, verify=self.verify))
         ids_hash = self._checked(assignment, capture)
         sample = Sample(capture, self.layers, self._loss_mask(assignment, capture), self.norm)
         if reason := self.format.refusal(sample.loss_mask):

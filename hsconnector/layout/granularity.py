@@ -14,7 +14,6 @@ __all__ = [
     "check_granularity",
     "common_divisor",
     "common_multiple",
-    "global_block_size",
     "resolve_block_sizes",
 ]
 
@@ -34,15 +33,6 @@ def common_divisor(block_sizes: Sequence[int]) -> int:
 
 def common_multiple(block_sizes: Sequence[int]) -> int:
     return lcm(*block_sizes)
-
-
-def global_block_size(groups: Sequence[Group]) -> int:
-    """What the engine core writes over `cache_config.block_size` once the groups stand: their smallest block size.
-
-    The workers keep the value from before, so the two sides of a connector see different ones.
-    """
-    cacheable = [group.spec.block_size for group in groups if group.spec.prefix_cacheable]
-    return min(cacheable or [group.spec.block_size for group in groups])
 
 
 def resolve_block_sizes(groups: Sequence[Group], *, prefix_caching: bool) -> BlockSizes:

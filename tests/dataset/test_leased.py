@@ -185,7 +185,7 @@ def test_two_threads_acknowledge_at_one_time(sidecar: SidecarThread, lease_captu
 
 
 def test_acknowledgements_of_the_step_are_not_made_by_reading_ahead(sidecar: SidecarThread) -> None:
-    """What became of them would be told to nobody."""
+    """Its caller would not hear what became of them."""
     names_of = feed(sidecar.url, range(2))
     dataset = LeasedDataset(sidecar.url, local=False, idle_s=0.1, lease_captures=1, max_failures=5)
     lent = list(dataset._lent(LeaseRequest(consumer="c"), threading.Event()))

@@ -28,7 +28,6 @@ from hsconnector.errors import LayoutError
 from hsconnector.layout.capacity import capacity, pool_bytes_per_block
 from hsconnector.layout.granularity import (
     check_granularity,
-    global_block_size,
     resolve_block_sizes,
 )
 from hsconnector.layout.rules import Grouping, form_groups, largest_divisor_at_most, scale_groups
@@ -110,7 +109,8 @@ def test_scheduler_hash_and_hit_sizes_are_the_engines(specs: dict[str, Any], cac
     kv_config = interface.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     flat = engine.generate_scheduler_kv_cache_config([kv_config])
     ours = groups_from_vllm(flat.kv_cache_groups)
-    setup.cache_config.block_size = global_block_size(ours)
+    cacheable = [group.spec.block_size for group in ours if group.spec.prefix_cacheable]
+    setup.cache_config.block_size = min(cacheable or [group.spec.block_size for group in ours])
     try:
         scheduler, hashed = engine.resolve_kv_cache_block_sizes(flat, setup)
         theirs = (scheduler, hashed, engine.resolve_cache_hit_alignment_tokens(flat, setup, scheduler, hashed))

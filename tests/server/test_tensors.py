@@ -204,7 +204,7 @@ def test_quarantined_only_when_asked_for(engine: Engine, http: httpx.Client, sid
     name = engine.capture(values)
     refused = get(http, name)
     assert (refused.status_code, refused.json()["error"]["type"]) == (424, "capture_quarantined")
-    assert "zero_rows rows [16, 17" in refused.json()["error"]["message"]
+    assert "zero_rows in rows [16, 17" in refused.json()["error"]["message"]
     given_anyway = get(http, name, "?quarantined=1")
     assert (load(given_anyway.content)["hidden_states"] == values).all()
     about = http.get(f"/v1/captures/{name}").json()

@@ -155,6 +155,23 @@ def test_one_row_and_one_slot() -> None:
     assert judge(torch.ones(1, 1, 1)).sound
 
 
+@pytest.mark.parametrize("kind", ["rows", "flat rows", "slots"])
+def test_what_differs_in_one_element_is_sound(values: Values, kind: str) -> None:
+    """A few elements are compared first; that they are equal must not be the last word, whichever one differs."""
+    for element in range(1, 63):
+        wide = random(rows=8, slots=2, hidden=64, dtype=values.dtype)
+        if kind == "rows":
+            wide[:] = wide[0]
+            wide[1::2, 1, element] += 1
+        elif kind == "flat rows":
+            wide[3] = torch.tensor([[1.0], [2.0]]).to(values.dtype)
+            wide[3, 1, element] = 5
+        else:
+            wide[:, 1] = wide[:, 0]
+            wide[5, 1, element] += 1
+        assert judge(wide).sound and judge(wide, chunks=[4, 4]).sound, element
+
+
 def oracle(values: Values) -> dict[str, Any]:
     """The same questions in plain floats."""
     wide = values.double().numpy()
