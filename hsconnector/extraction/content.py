@@ -14,7 +14,7 @@ from hsconnector.prompts.prompt import Prompt
 __all__ = ["CaptureUnfit", "choose_content", "judge"]
 
 _FINAL_REASONS = frozenset({FailReason.BAD_REQUEST, FailReason.UNSUPPORTED_REQUEST, FailReason.LAYOUT})
-"""Asking again would end the same."""
+"""Reasons for which the next attempt would fail as well."""
 
 
 class CaptureUnfit(Exception):
@@ -59,7 +59,7 @@ def choose_content(
 
 
 def judge(record: CaptureRecord | None, prompt: Prompt, content: Content, *, waited_s: float) -> None:
-    """Raises CaptureUnfit unless the capture holds, or held until it was used, the prompt's states, whole and sound."""
+    """Raises CaptureUnfit unless the capture is of the prompt and the content, sound, and ready or used up already."""
     if record is None:
         raise CaptureUnfit(f"the sidecar had not heard of its capture after {waited_s:g} s", again=True)
     name = f"its capture {record.capture_id}"

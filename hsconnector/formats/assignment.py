@@ -27,7 +27,7 @@ class Assignment:
 
     @property
     def sample(self) -> str:
-        """How a person finds it again."""
+        """What a person knows the sample by."""
         return _named(self.row, self.record.sample_id, self.record.capture_id)
 
 
@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Assignments:
-    """In the order of the data set."""
+    """The files to be, in the order of the data set, and the samples that become none."""
 
     made: tuple[Assignment, ...]
     problems: tuple[Problem, ...]

@@ -38,7 +38,7 @@ _TELLING = (
     "last_layer_norm",
     "norm",
 )
-"""The fields of a description that the others follow from."""
+"""The fields in which another export may differ; the other fields of a description follow from these."""
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file."""
+    """What a manifest says of one file."""
 
     file: str
     row: int | None
@@ -147,7 +147,7 @@ class Manifest:
             raise StoreError(f"cannot write {final}: {error.strerror or error}") from error
 
     def temporary(self, file: str) -> Path:
-        """Where a file is written; no reader takes it for one of its own."""
+        """Where a file is written before it gets its name: under a hidden one, which no trainer reads."""
         return self.folder / f".{file}{_TEMPORARY}"
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Manifest:
         for description, found in _written(self.folder):
             _refuse_another(self.folder, description, self.description)
             entries |= {entry.file: entry for entry in found}
-        # A link whose shard has gone is this command's own file all the same.
+        # A symbolic link to a shard that has gone does not "exist", and this command made it all the same.
         return {name: entry for name, entry in entries.items() if os.path.lexists(self.folder / name)}
 
     def _refuse_strangers(self, suffix: str) -> None:

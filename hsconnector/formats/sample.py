@@ -19,9 +19,9 @@ class Layers:
     """Which layers of a capture a file holds, in vLLM's counting."""
 
     aux: tuple[int, ...]
-    """Ascending; what the drafter reads."""
+    """Ascending; the states that the drafter reads."""
     last: int | None
-    """N, what the LM head's output is computed from; None where the format has no place for it."""
+    """N, the states that the final norm and the LM head turn into the target; None where the format leaves it out."""
     num_layers: int
 
     @property
