@@ -156,16 +156,8 @@ def _report(capture: Capture, reference: ReferenceModel, tolerance: float, diffe
 def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:
     if capture.first_row:
         raise SettingsError(f"a view from row {capture.first_row} cannot be computed again: verify the whole capture")
-    if adapter := capture.metadata.get("lora"):
-        raise SettingsError(
-            f"capture {capture.capture_id} ran with the adapter {plain(adapter)}, which {reference.name} alone has not"
-        )
-    layers = capture.metadata.get("num_layers", "")
-    if layers and layers != str(reference.num_layers):
-        raise SettingsError(
-            f"capture {capture.capture_id} is of a model with {layers} layers, "
-            f"{reference.name} has {reference.num_layers}: give its own checkpoint with --model"
-        )
+    layers, adapter = capture.metadata.get("num_layers", ""), plain(capture.metadata.get("lora", ""))
+    reference.refuse_foreign(f"capture {capture.capture_id}", num_layers=layers, lora=adapter)
 
 
 def _captures(sources: Sequence[str], client: Client) -> Iterator[Capture]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hsconnector.errors import SettingsError, ShardError, StoreError
+from hsconnector.errors import ShardError, StoreError
 from hsconnector.formats.manifest import Description, ManifestEntry
 from hsconnector.formats.sample import Exported, Format
 from hsconnector.prompts.labels import token_hash
@@ -67,19 +67,10 @@ class ExportCheck:
 
     def files(self, folder: Path, entries: Mapping[str, ManifestEntry]) -> Iterator[CheckedFile]:
         """Every file, in the order of its entry; raises SettingsError where it is another model's export."""
-        self._refuse_incomparable()
+        about = self.description
+        self.reference.refuse_foreign("the export", num_layers=about.num_layers, lora=about.lora)
         for entry in entries.values():
             yield self._file(folder / entry.file, entry)
-
-    def _refuse_incomparable(self) -> None:
-        about, reference = self.description, self.reference
-        if reference.num_layers != about.num_layers:
-            raise SettingsError(
-                f"the export is of a model with {about.num_layers} layers, {reference.name} has "
-                f"{reference.num_layers}: give its own checkpoint with --model"
-            )
-        if about.lora:
-            raise SettingsError(f"the export ran with the adapter {about.lora}, which {reference.name} alone has not")
 
     def _file(self, path: Path, entry: ManifestEntry) -> CheckedFile:
         try:
