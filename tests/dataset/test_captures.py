@@ -117,7 +117,7 @@ def test_the_newest_capture_of_a_sample_counts(sidecar: SidecarThread) -> None:
     assert [dataset[index]["capture_id"] == newest[0] for index in range(2)] == [True, False]
     httpx.delete(f"{sidecar.url}/v1/captures/{newest[0]}").raise_for_status()
     with pytest.raises(CaptureExpired):
-        CaptureDataset(sidecar.url, local=False)._fetcher.fetch(dataset._entries[0].places, None)
+        CaptureDataset(sidecar.url, local=False)._fetcher.fetch(dataset._entries[0].replicas)
 
 
 def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) -> None:

@@ -128,11 +128,6 @@ def test_without_the_hybrid_manager_the_mix_becomes_one_composite() -> None:
     assert planned(configs.LINEAR_HYBRID, hybrid_manager=False).refused is not None
 
 
-def test_the_packed_layout_keeps_the_global_block_size() -> None:
-    plan = planned(configs.SLIDING_FULL_20B, block_outermost=True, tp=8, dtype="bfloat16")
-    assert plan.groups[-1].holds_hidden_states
-
-
 def test_pipeline_stages_and_the_last_ones_memory() -> None:
     assert [len(stage) for stage in pipeline_stages(36, 4)] == [9, 9, 9, 9]
     assert [len(stage) for stage in pipeline_stages(61, 4)] == [15, 15, 16, 15]

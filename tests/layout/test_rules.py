@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hsconnector.errors import LayoutError
 from hsconnector.layout import rules
-from hsconnector.layout.granularity import BlockSizes, check_granularity, global_block_size, resolve_block_sizes
+from hsconnector.layout.granularity import BlockSizes, check_granularity, resolve_block_sizes
 from hsconnector.layout.rules import (
     Grouping,
     form_groups,
@@ -174,7 +174,6 @@ def test_a_plain_model_folds_the_hidden_layer_into_a_composite() -> None:
     (group,) = form_groups(named((36, full(16, 8, 128)), (1, hidden(4, 4_096))))
     assert isinstance(group.spec, Composite)
     assert (group.spec.block_size, len(group.layer_names)) == (16, 37)
-    assert global_block_size([group]) == 16
 
 
 def test_packed_layouts_leave_the_hidden_group_at_the_global_block_size() -> None:
