@@ -5,9 +5,7 @@ import pytest
 from hsconnector.layout.defects import explain_kv_refusal
 from hsconnector.vllm_facts import DEFECTS
 
-MAX_SEQ_LEN = (
-    "To serve at least one request with the model's max seq len (131072), (581.48 GiB KV cache is needed, which is"
-)
+MAX_SEQ_LEN = "To serve at least one request with the model's max seq len (131072), (581.48 GiB KV cache is needed"
 KIMI = "ValueError: 129.6 GiB KV cache needed"
 
 
