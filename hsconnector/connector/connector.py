@@ -110,7 +110,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True whatever the role, or a request could finish while preempted, without blocks."""
+        """True for every `kv_role`: otherwise a request could finish while it is preempted and owns no blocks."""
         return True
 
     def fail_open_captures(self, detail: str) -> None:
@@ -134,14 +134,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @guarded(lambda self: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Nothing is ever loaded; what the engine has itself tells later what another connector has brought."""
+        """Loads nothing, and notes what the engine has itself: the rest that is found later came from elsewhere."""
         if self.tracker is not None:
             self.tracker.external.offered(request.request_id, num_computed_tokens)
         return 0, False
 
     @guarded(lambda self: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Rows that another connector brings were not computed here."""
+        """Fails the capture of a request for which another connector loads rows: they were not computed here."""
         external = compat.external_tokens(request, num_external_tokens)
         if external > 0 and self.tracker is not None:
             table = compat.table_of(blocks, self._group.index)

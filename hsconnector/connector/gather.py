@@ -26,7 +26,7 @@ log = logging.getLogger("vllm.hsconnector.gather")
 BUFFER_BYTES = 4 << 20
 """What one call takes on its way off a GPU; the worker asks for pieces of this size."""
 NUM_BUFFERS = 16
-"""Together what may leave the cache in one step: a copy is done only when the forward before it is."""
+"""Together they bound what leaves the cache in one step: no copy is done before the forward ahead of it is."""
 PORTABLE = 1
 """`cudaHostRegisterPortable`: page-locked for every context, not only the one that asked."""
 
@@ -194,9 +194,9 @@ def rows_tensor(memory: mmap.mmap, offset: int, count: int, like: torch.Tensor) 
 
 
 def pin(memory: mmap.mmap, size: int, device: torch.device) -> Callable[[], None]:
-    """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it, on whichever thread.
+    """Page-locks memory for asynchronous copies from a GPU; returns the call that undoes it, which any thread may make.
 
-    For the engine's thread: on another one it could fall into the capture of a CUDA graph and spoil it.
+    Call it on the engine's thread: on another one it could fall into the capture of a CUDA graph and spoil it.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     cuda: Any = torch.cuda

@@ -2,7 +2,7 @@
 
 The engine's thread only queues; it never waits for the network. Staging memory is used again when the batch that named
 it has been answered. When the sidecar is lost every open capture fails, once, with one reason, and goes into the
-ledger, which is told to the sidecar when it is back. A stream that is lost takes its staging memory with it: the
+ledger, which is sent to the sidecar when it is back. A stream that is lost takes its staging memory with it: the
 sidecar may still be reading there.
 """
 
@@ -53,7 +53,7 @@ MAX_BATCH_BYTES = 32 << 20
 MAX_LEDGER = 10_000
 """Failures kept for a sidecar that is away or slow; beyond that the oldest are only counted."""
 MAX_QUEUED = 10_000
-"""Messages that may wait for a slow sidecar before no capture begins any more."""
+"""While this many messages wait for a slow sidecar, captures that begin fail at once."""
 RETRY_S = 1.0
 """How long a batch that nobody answered is sent again before the sidecar counts as lost."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
@@ -215,7 +215,10 @@ class Sender:
             log.exception("a bug in the sender while it was shutting down")
 
     def _start_over(self) -> None:
-        """After a bug. Where not even the first batch could be sent, the failures in it may be what cannot be."""
+        """After a bug in a turn. A stream whose first batch never went out is not given the same failures again.
+
+        That batch carries the ledger, and a failure in it may be what cannot be sent.
+        """
         stream = self._stream
         self._lose(FailReason.INTERNAL_ERROR, "a bug in the sender, see the engine's log")
         with self._lock:
@@ -407,7 +410,8 @@ class Sender:
             stream.open.pop(capture_id, None)
             self._drop_lock(capture_id, ready=result.state is CaptureState.READY)
             if result.state is CaptureState.QUARANTINED:
-                log.warning("capture %s is quarantined: %s", capture_id, result.detail)
+                why = result.detail or "the sidecar's record of it says why"
+                log.warning("capture %s is quarantined: %s", capture_id, why)
 
     def _drop_lock(self, capture_id: str, *, ready: bool = False) -> None:
         if self._locks is not None:
@@ -427,7 +431,7 @@ class Sender:
             self._forgotten += 1
 
     def _tell_ledger(self, stream: Stream) -> None:
-        """A batch of it: what begins meanwhile must not wait for all of a long outage to be told."""
+        """Queues as many failures as half a batch takes, so that captures that begin now do not wait behind all."""
         for _ in range(min(len(self._ledger), MAX_BATCH_MESSAGES // 2)):
             _, loss = self._ledger.popitem(last=False)
             stream.failing[loss.info.capture_id] = loss

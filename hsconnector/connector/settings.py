@@ -1,4 +1,4 @@
-"""What the connector can be told: `kv_connector_extra_config` at start, `kv_transfer_params` per request. Strict."""
+"""The connector's settings, `kv_connector_extra_config`, and a request's own in `kv_transfer_params`; both strict."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Bytes that it adds to a batch, as far as they can be many."""
+        """About how many bytes it adds to a batch; what is always small does not count."""
         if isinstance(self.message, Rows):
             return self.message.span.length
         if isinstance(self.message, Commit):

@@ -92,7 +92,7 @@ class _Tracked:
     table: list[int] = field(default_factory=list)
     owned: bool = True
     readable: int = 0
-    """As told to the worker."""
+    """How many rows the worker may read, as the last step told it."""
     computed: int = 0
     """Rows that are computed once the steps scheduled so far have run."""
     failed: bool = False
@@ -158,7 +158,7 @@ class Tracker:
         return step
 
     def salvage(self) -> Step:
-        """After `step` raised, or was never reached: what the worker must hear all the same, beginnings and ends."""
+        """In place of a step that could not be built: the captures that began in it, and every end."""
         broken, self._current = self._current, Step(self.group, self.block_size)
         step = Step(self.group, self.block_size, lost=broken.lost, begun=broken.begun)
         self._drain(step)
@@ -168,9 +168,9 @@ class Tracker:
         """The request is over. `table` is what it owns of the hidden group now, empty while preempted.
 
         The end is judged by rows, not by status: where every wanted row was scheduled the capture is finished like
-        any other, though the request was aborted (a stop string reaches the scheduler as an abort). Of a request that
-        was preempted and is not back no row is left to read, whatever its table says (it may be waiting for another
-        connector to fill it): the worker knows whether it has them all.
+        any other, though the request was aborted (a stop string reaches the scheduler as an abort). A request that was
+        preempted and not scheduled since has lost its rows, also where `table` is not empty because another connector
+        is about to fill it: nothing is held, and the capture is whole only if the worker has read every row before.
         """
         self._advanced.discard(ended.request_id)
         self._early.pop(ended.request_id, None)
@@ -234,10 +234,10 @@ class Tracker:
         step.lost.append(request_id)
 
     def _refuse_outside(self, scheduled: Scheduled) -> None:
-        """Requests whose first rows another connector brought, for them or for one whose blocks they hit.
+        """Fails requests whose first rows another connector loaded, for them or for one whose blocks they hit.
 
-        What is new in this step, and what is loaded in it, is known before anybody's hits are looked at: a request may
-        hit blocks that another one of the same step was given.
+        All loads and all newly computed blocks of the step are taken in before any hit is looked at: a request may hit
+        blocks that were given to another one in the same step.
         """
         back = [(each.request_id, each.blocks, each.num_computed) for each in scheduled.arrivals]
         back += [(each.request_id, each.new_blocks, each.num_computed) for each in scheduled.progress if each.resumed]

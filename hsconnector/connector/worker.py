@@ -1,4 +1,4 @@
-"""Worker side, each step: rows from the paged cache into staging memory, and word to the sender."""
+"""Worker side, each step: copies rows from the paged cache into staging memory, queues messages for the sender."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Worker:
     def step(self, step: Step) -> None:
         """Takes the scheduler's news and reads what may be read, before this step's forward.
 
-        What it raises has failed every open capture, and nothing is held any more.
+        When it raises, every open capture has failed and no request's blocks are held any more.
         """
         try:
             self._step(step)

@@ -39,7 +39,7 @@ class Grouping:
 
     `hybrid_manager`: False with `--disable-hybrid-kv-cache-manager`.
     `split_threshold`: where the largest kind has fewer layers than this many times the smallest, the larger count is
-    the group size (vllm#36684; it was 1.25). `as_engine`: leave undone what vLLM 0.32.0 leaves undone.
+    the group size (vllm#36684; it was 1.25). `as_engine`: scale only the pages that vLLM 0.32.0 scales.
     """
 
     hybrid_manager: bool = True
