@@ -29,8 +29,8 @@ _T = TypeVar("_T")
 class Connection:
     """Calls to one sidecar over HTTP or a Unix socket. May be used from several threads, forked or pickled.
 
-    `timeout_s` is of one answer. `key`, else `HSC_API_KEY`, goes with every call, so ask for trusted origins only. Sockets
-    are closed with the last reference, where nobody did before. Raises SettingsError.
+    `timeout_s` is of one answer. `key`, else `HSC_API_KEY`, goes with every call, so ask for trusted origins only.
+    Sockets are closed with the last reference, where nobody did before. Raises SettingsError.
     """
 
     def __init__(self, address: str, *, key: str | None = None, timeout_s: float = 60.0) -> None:
