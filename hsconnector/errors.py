@@ -6,6 +6,7 @@ HSConnectorError
 ├── UnsupportedError                an engine, model or request feature that extraction cannot serve
 ├── ProtocolError (ValueError)      bytes that are not a message of this protocol version
 ├── ShardError (ValueError)         bytes that are not a whole shard
+├── CheckpointError (ValueError)    weight files that are not there, or are not what their names say
 ├── RingError                       staging memory that cannot be created, opened or trusted
 ├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
 ├── TransportError (ConnectionError)
@@ -29,6 +30,7 @@ __all__ = [
     "CaptureNotFound",
     "CapturePending",
     "CaptureQuarantined",
+    "CheckpointError",
     "HSConnectorError",
     "LayoutError",
     "ProducerUnknown",
@@ -66,6 +68,10 @@ class ProtocolError(HSConnectorError, ValueError):
 
 class ShardError(HSConnectorError, ValueError):
     """Bytes that are not a whole shard."""
+
+
+class CheckpointError(HSConnectorError, ValueError):
+    """Weight files that are not there, or are not what their names say."""
 
 
 class RingError(HSConnectorError):

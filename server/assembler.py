@@ -21,11 +21,11 @@ class Action(enum.Enum):
     """What the caller has to do about a message."""
 
     APPLY = "apply"
-    """Write the rows, or publish; then report with `wrote` or `finish`."""
+    """Write the rows or publish the shard, then call `wrote` or `finish`."""
     DUPLICATE = "duplicate"
-    """Nothing: this was had before."""
+    """Nothing: the sidecar has these rows, or this commit, already."""
     REFUSED = "refused"
-    """Nothing: the capture has failed, now or before."""
+    """Nothing more: the capture has failed, over this message or before it."""
 
 
 class Assembly:
@@ -35,7 +35,7 @@ class Assembly:
             |                    |
             +--fail, contradiction, I/O error, lost producer--> failed
 
-    Rows are taken in order and once. The first failure stays.
+    Rows are taken in order and once. A capture that has failed keeps its first reason.
     """
 
     __slots__ = ("detail", "info", "reason", "row_bytes", "rows", "state")
@@ -49,7 +49,7 @@ class Assembly:
         self.detail = ""
 
     def action_on_rows(self, message: Rows) -> Action:
-        """Judges rows `start .. start + count`."""
+        """What to do about rows `start .. start + count`."""
         if self.state is not CaptureState.RECEIVING:
             return self._after_the_end()
         if message.count < 1 or message.start < 0:
@@ -66,7 +66,7 @@ class Assembly:
         return Action.APPLY
 
     def action_on_commit(self, message: Commit) -> Action:
-        """Judges the claim that everything was sent."""
+        """What to do about the claim that everything was sent."""
         if self.state is not CaptureState.RECEIVING:
             return self._after_the_end()
         if message.num_rows != self.rows:
@@ -95,7 +95,7 @@ class Assembly:
         return True
 
     def answer(self, status: MessageStatus) -> MessageAnswer:
-        """An answer that tells where the capture stands."""
+        """The answer to a message, with where the capture stands after it."""
         return MessageAnswer(status, self.state, self.reason, self.detail)
 
     def _after_the_end(self) -> Action:

@@ -17,7 +17,7 @@ from server.shards import PIECE_BYTES
 __all__ = ["Readers", "ShardFile"]
 
 _FORGET = 8 << 20
-"""Mapped bytes after which pages behind the reader are let go and pages before it are asked for."""
+"""Every so many bytes of a map, the pages already sent are let go and the next ones are asked for."""
 
 
 class ShardFile:
@@ -28,7 +28,7 @@ class ShardFile:
         self.size = os.fstat(self._fd).st_size
 
     def close(self) -> None:
-        """Lets the file go."""
+        """Closes the file; harmless when repeated."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

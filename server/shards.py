@@ -22,8 +22,9 @@ from hsconnector.capture.record import metadata_of
 __all__ = ["PIECE_BYTES", "Published", "ShardWriter", "is_regular", "reserve"]
 
 PIECE_BYTES = 1 << 20
-"""Bytes of one write; longer ones fall to a third of the speed after an idle while."""
+"""Bytes of one write: after a pause, longer ones were measured at a third of the speed."""
 _KEEP_SIZE = 1
+# What fallocate answers where room cannot be reserved; rows are written without it then.
 _NO_ROOM_AHEAD = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.ENODEV, errno.ESPIPE})
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -105,7 +106,7 @@ class ShardWriter:
         return Published(path, self.metadata["data_hash"], status.st_size, status.st_mtime_ns)
 
     def abort(self) -> None:
-        """Leaves nothing behind."""
+        """Gives the shard up and removes its file."""
         try:
             self._close()
         finally:
@@ -158,7 +159,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 
 def reserve(fd: int, offset: int, length: int) -> None:
-    """Takes room on the disk before bytes go there, where the file system can."""
+    """Reserves room on the disk for bytes that are about to be written, where the file system can."""
     if _libc_fallocate is None or _libc_fallocate(fd, _KEEP_SIZE, offset, length) == 0:
         return
     code = ctypes.get_errno()

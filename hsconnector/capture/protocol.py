@@ -278,7 +278,7 @@ class MessageStatus(enum.StrEnum):
 
     OK = "ok"
     DUPLICATE = "duplicate"
-    """Already had; nothing changed."""
+    """The sidecar has it already; nothing changed."""
     FAILED = "failed"
     """The capture has failed, now or before; `reason` and `detail` say why. Send no more of it."""
 

@@ -35,6 +35,7 @@ from hsconnector.extraction.extraction import Extraction, Order
 from hsconnector.extraction.ledger import Fate, Ledger
 from hsconnector.extraction.target import Target, choose_target
 from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
+from hsconnector.prompts.encoded import Encoded
 from hsconnector.prompts.files import Rows, open_rows
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from hsconnector.prompts.saved import SavedDataset
@@ -212,10 +213,10 @@ class _Run:
     def _samples(self, target: Target, max_tokens: int) -> Iterator[Prompt | Missing]:
         tokenizer: list[ChatTokenizer] = []
 
-        def encode(conversation: object, tools: object) -> tuple[list[int], list[int]]:
+        def encode(conversation: object, tools: object) -> Encoded:
             if not tokenizer:
                 tokenizer.append(load_tokenizer(self.job.tokenizer or target.model))
-            return tokenizer[0].encode(conversation, tools)  # type: ignore[arg-type]
+            return tokenizer[0].encode(conversation, tools)
 
         reader = PromptReader(encode, self.job.id_field, max_tokens)
         for index, row in enumerate(self.job.rows.read()):

@@ -24,13 +24,14 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsconnector.capture.content import Content
+from hsconnector.capture.layers import parse_layer_ids
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.client.address import default_sidecar
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
-from hsconnector.integrations.target_layers import TargetLayers, parse_layer_ids, target_layers_of
+from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 
 __all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register"]
 
@@ -218,7 +219,9 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     def from_train_args(args: argparse.Namespace, data_path: str) -> SidecarTransfer:
         """The transfer of a run; raises SettingsError."""
         layers = target_layers_of(args)
-        captured = parse_layer_ids(args.hsc_layers) if args.hsc_layers else layers.captured
+        captured = layers.captured
+        if args.hsc_layers:
+            captured = parse_layer_ids(args.hsc_layers, layers.last, option="--hsc-layers")
         layers.check("an engine started with --hsc-layers", captured, layers.last)
         return SidecarTransfer(
             RunSettings(

@@ -100,7 +100,7 @@ def one_element(model: Path, states: torch.Tensor) -> torch.Tensor:
         (one_element, 39, 3, 6, "in row 39, the other 39 rows match"),
     ],
 )
-def test_case_32_the_first_difference_is_named_and_explained(
+def test_the_first_difference_is_named_and_explained(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     model: Path,

@@ -121,7 +121,7 @@ def test_the_newest_capture_of_a_sample_counts(sidecar: SidecarThread) -> None:
 
 
 def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """Every id once, in the sampler's order."""
+    """Every id once, in the sampler's order, from two sidecars (asked for in Model-Optimizer#1509, #1611)."""
     for running in (sidecar, other):
         feed(running.url, range(12))
     dataset = CaptureDataset([sidecar.url, other.url], local=False)
@@ -136,7 +136,7 @@ def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) 
 
 
 def test_what_only_the_dead_one_holds_is_an_error_in_the_end(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """It is not retried without end."""
+    """An error after some failures in a row, not an endless retry (Model-Optimizer#1611)."""
     feed(sidecar.url, range(3))
     feed(other.url, range(3, 6))
     dataset = CaptureDataset([sidecar.url, other.url], local=False, max_failures=2)

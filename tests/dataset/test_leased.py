@@ -131,7 +131,7 @@ def test_a_capture_that_was_deleted_meanwhile_is_passed_over(sidecar: SidecarThr
 
 
 def test_two_sidecars_of_which_one_dies(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """The other one's captures all come; then the loss is an error, not an endless retry."""
+    """The other one's captures all come; then the loss is an error, not an endless retry (Model-Optimizer#1611)."""
     feed(sidecar.url, range(5))
     feed(other.url, range(5, 12))
     dataset = LeasedDataset([sidecar.url, other.url], idle_s=0.2, lease_captures=1, prefetch_bytes=0, max_failures=3)

@@ -25,7 +25,7 @@ from tests.sidecar import start_sidecar
 
 
 def test_speculators_accepts_twenty_shards_unmodified(model: Path, tmp_path: Path) -> None:
-    """CASES 53: its own check takes our shards, before and after the export."""
+    """speculators' own `check_hidden_states` takes our shards, before and after the export."""
     rows = make_rows(20)
     sidecar = start_sidecar(tmp_path / "store")
     try:
@@ -83,7 +83,7 @@ def test_fewer_layers_make_new_shards(captured: Captured, tmp_path: Path) -> Non
 
 
 def test_the_split_that_speculators_makes_is_aux_and_last(captured: Captured, tmp_path: Path) -> None:
-    """CASES 12: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
+    """speculators#705: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
     export(captured.store, "-f", "speculators", "-o", tmp_path)
     for row, token_ids in enumerate(captured.rows.token_ids):
         exported = Speculators().read(tmp_path / f"hs_{row}.safetensors")
