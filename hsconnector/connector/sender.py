@@ -407,7 +407,8 @@ class Sender:
             stream.open.pop(capture_id, None)
             self._drop_lock(capture_id, ready=result.state is CaptureState.READY)
             if result.state is CaptureState.QUARANTINED:
-                log.warning("capture %s is quarantined: %s", capture_id, result.detail)
+                why = result.detail or "the sidecar's record of it says why"
+                log.warning("capture %s is quarantined: %s", capture_id, why)
 
     def _drop_lock(self, capture_id: str, *, ready: bool = False) -> None:
         if self._locks is not None:

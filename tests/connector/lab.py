@@ -42,6 +42,21 @@ def producer(**fields: Any) -> Producer:
     return Producer(**{**about, **fields})
 
 
+def bounded(true: Callable[[], object], most: int = 2000) -> Iterator[int]:
+    """Counts turns until it is so; a loop that does not end is a failure and no wait."""
+    for count in range(most):
+        if true():
+            return
+        yield count
+    raise AssertionError(f"it had not come true after {most} turns")
+
+
+def ship(lab: Lab) -> None:
+    """Lets a sender that turns only when it is told to work until nothing is left."""
+    for _ in bounded(lambda: not lab.sender.pump() or lab.sender.idle, most=50_000):
+        pass
+
+
 class Lab:
     """One producer. `turn` is one engine step; `released` has what was reported, in order."""
 

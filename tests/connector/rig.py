@@ -41,6 +41,7 @@ from hsconnector.connector.memory_transport import InMemoryTransport, StoredCapt
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.worker import Worker
+from tests.connector.lab import bounded
 
 SLOTS, HIDDEN = 3, 2
 VOCAB = 5
@@ -223,7 +224,7 @@ class Rig:
     def pump(self) -> None:
         """Lets the sender work, unless the run withholds memory just now."""
         if self.random.random() >= self.held_back:
-            while self.sender.pump() and not self.sender.idle:
+            for _ in bounded(lambda: not self.sender.pump() or self.sender.idle):
                 pass
 
     def free_blocks(self) -> int:

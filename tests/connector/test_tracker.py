@@ -200,6 +200,22 @@ class TestEnd:
             ("b", FailReason.EXTERNAL_PREFIX),
         }
 
+    @pytest.mark.parametrize("how", ["arrives", "resumes", "goes on"])
+    def test_blocks_that_held_loaded_rows_are_ours_once_they_are_computed_here(self, how: str) -> None:
+        """`a` was given blocks 7 and 8 loaded; then another request computes them, and `c` hits what that one wrote."""
+        t = tracker()
+        t.external.offered("a", 0)
+        step(t, arrival("a", [7, 8], 9, 8), arrival("b", [3], 12), a=1, b=4)
+        t.finish(ended("a", 9), [7, 8, 5])
+        if how == "arrives":
+            step(t, arrival("d", [7, 8], 8), d=8)
+        elif how == "resumes":
+            step(t, preempted=("b",))
+            step(t, progress=(Progress("b", [7, 8, 9], 0, resumed=True),), b=12)
+        else:
+            step(t, progress=(Progress("b", [7, 8], 4),), b=8)
+        assert step(t, arrival("c", [7, 8, 6], 9, 8), c=1).failed == []
+
     def test_a_load_for_a_request_that_ends_before_it_is_scheduled(self) -> None:
         t = tracker()
         t.external.offered("a", 0)
