@@ -20,7 +20,7 @@ __all__ = ["reindex"]
 
 
 def reindex(
-    store: Annotated[Path, typer.Option(help="Folder of the shards; no sidecar may be running on it.")],
+    store: Annotated[Path, typer.Option(help="The folder of the shards; no sidecar may be running on it.")],
 ) -> None:
     """Reads and hashes every shard of a store and makes the index say what is there.
 

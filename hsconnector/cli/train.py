@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
+from hsconnector.cli import CouldNotStart
+
 __all__ = ["train"]
 
 _BACKEND = "--hidden-states-backend"
@@ -22,7 +24,10 @@ def train(context: typer.Context) -> None:
 
         run = load_trainer()
     except ModuleNotFoundError as error:
-        raise _could_not_start(error) from error
+        raise CouldNotStart(
+            f"training needs {error.name}: pip install 'hsconnector[train]', or where vLLM's own versions must not "
+            "change: pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0"
+        ) from error
     run(with_backend(context.args))
 
 
@@ -31,15 +36,6 @@ def with_backend(arguments: Sequence[str]) -> list[str]:
     if any(word.split("=")[0] == "--config" for word in arguments):
         return list(arguments)
     return [_BACKEND, "hsconnector", *arguments]
-
-
-def _could_not_start(error: ModuleNotFoundError) -> SystemExit:
-    typer.echo(
-        f"hsconnector: training needs {error.name}: pip install 'hsconnector[train]', or where vLLM's own versions "
-        "must not change: pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0",
-        err=True,
-    )
-    return SystemExit(3)
 
 
 train.context_settings = {  # type: ignore[attr-defined]

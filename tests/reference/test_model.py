@@ -36,6 +36,6 @@ def test_layers_and_checkpoints_that_are_not_there_are_named(tmp_path: Path) -> 
 
 
 def test_a_decoder_without_a_final_norm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hsconnector.reference.model._NORM_NAMES", ("no_such_norm",))
+    monkeypatch.setattr("hsconnector.reference.model.NORM_NAMES", ("no_such_norm",))
     with pytest.raises(UnsupportedError, match="Qwen3Model, which has none of no_such_norm"):
         ReferenceModel(tiny_qwen3(tmp_path))
