@@ -63,7 +63,7 @@ class Proof:
                 f"{self._of(placed.text.turn)} is not trained on whole: its {placed.text.key} lies outside"
             )
         for literal in placed.text.literals:
-            if not self._holds(literal, start, inside[1]):
+            if not self._holds(literal, *inside):
                 raise RowRefused(
                     f"{self._of(placed.text.turn)} is not rendered with {literal} in its {placed.text.key}"
                 )

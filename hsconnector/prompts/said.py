@@ -61,7 +61,7 @@ class Speech:
     def of_turn(self, turn: int) -> list[Said]:
         """What an assistant's turn says, in the order in which it does; raises `RowRefused`."""
         start, end = self._extent(turn)
-        begin = self._tokens.reaching(self._start(turn, start))
+        begin = self._first_token(turn, self._start(turn, start))
         return list(self._split(turn, begin, self._stop(turn, start, end)))
 
     def by_marks(self, turn: int, marked: str) -> list[Said]:
@@ -88,6 +88,19 @@ class Speech:
             start = behind + self._after_header(turn, gap)
         empty = _EMPTY_THOUGHT.match(self._rendering.text, start, first)
         return empty.end() if empty else start
+
+    def _first_token(self, turn: int, start: int) -> int:
+        """The first token after a prompt. One that spaces on both sides share is the prompt's."""
+        token = self._tokens.reaching(start)
+        begins, ends = self._tokens.characters(token, token)
+        if begins >= start:
+            return token
+        if self._rendering.text[start:ends].isspace():
+            return token + 1
+        raise RowRefused(
+            f"has a conversation whose {self._told(turn)} begins within a token of the prompt: give input_ids and "
+            "loss_mask"
+        )
 
     def _asked(self, turn: int) -> tuple[int, str | None]:
         """How the prompt for a turn ends: the last text in it, and what the template writes after that."""
@@ -158,7 +171,7 @@ class Speech:
                 raise RowRefused(
                     f"has a conversation whose {self._told(turn)} goes on after a token at which the model stops"
                 )
-            first = self._tokens.reaching(behind + len(header))
+            first = self._first_token(turn, behind + len(header))
         yield Said(turn, first, last)
 
 

@@ -150,7 +150,7 @@ def _content(content: Any, role: str, turn: int, tagger: Tagger) -> Any:
     thought, ends, rest = content.rpartition(_THOUGHT_ENDS) if role == "assistant" else ("", "", content)
     if not ends:
         return tagger.tag(content, turn, "content")
-    first = tagger.tag(thought + ends, turn, "the thought in content", is_thought=True)
+    first = tagger.tag(thought + ends, turn, "thought within content", is_thought=True)
     return first + tagger.tag(rest, turn, "content")
 
 

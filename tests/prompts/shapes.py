@@ -11,6 +11,7 @@ from datetime import date
 from functools import cache
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -471,6 +472,11 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 def chat_of(name: str, **options: Any) -> ChatTokenizer:
     """The tokenizer of a shape, ready to encode."""
+    return _chat_of(name, msgspec.json.encode(Preparation(**{"date": TODAY, **options})))
+
+
+@cache
+def _chat_of(name: str, preparation: bytes) -> ChatTokenizer:
     tokenizer = tokenizer_of(name)
     stops = tokenizer.convert_tokens_to_ids(list(SHAPES[name].stops))
-    return ChatTokenizer(tokenizer, name, Preparation(**{"date": TODAY, **options}), stops)
+    return ChatTokenizer(tokenizer, name, msgspec.json.decode(preparation, type=Preparation), stops)
