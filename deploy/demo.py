@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from hsconnector.reference.model.model import ReferenceModel
 from openai import OpenAI
 from rich.cells import set_cell_size
 from rich.console import Console
@@ -33,6 +32,7 @@ from hsconnector.cli.show import readable_bytes
 from hsconnector.cli.verify import Report, check, sentence
 from hsconnector.client import Client
 from hsconnector.errors import CaptureError, HSConnectorError
+from hsconnector.reference.model import ReferenceModel
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"

@@ -10,7 +10,7 @@ HSConnectorError
 ├── RingError                       staging memory that cannot be created, opened or trusted
 ├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
 ├── TransportError (ConnectionError)
-│   ├── SidecarUnreachable          nobody answers, or not in time
+│   ├── SidecarUnreachable          nobody answers, not in time, or that it cannot now
 │   ├── SidecarRefused              an answer that says no: wrong key, protocol version, malformed batch
 │   └── ProducerUnknown             the sidecar restarted or gave this stream up: open a new one
 └── CaptureError                    one capture cannot be given; carries capture_id and reason
@@ -87,11 +87,15 @@ class TransportError(HSConnectorError, ConnectionError):
 
 
 class SidecarUnreachable(TransportError):
-    """Nobody answers at the sidecar's address, or not in time."""
+    """Nobody answers at the sidecar's address, not in time, or that it cannot now (408, 429, most of the 500s)."""
 
 
 class SidecarRefused(TransportError):
-    """The sidecar answered, and said no."""
+    """The sidecar answered, and said no; `kind` is the stable name of the reason, such as `lease_expired`."""
+
+    def __init__(self, message: str, *, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class ProducerUnknown(TransportError):

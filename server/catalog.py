@@ -1,7 +1,7 @@
 """The index of every capture, failures and tombstones included: one SQLite file in WAL mode.
 
-Columns serve the filters; the capture itself is a msgpack `Record`. One thread writes, in one transaction a batch;
-any thread reads. What was put but could not be committed (a full disk) is still given by `get` and tried again.
+Columns serve the filters; the capture itself is a msgpack `CaptureRecord`. One thread writes, in one transaction a
+batch; any thread reads. What was put but could not be committed (a full disk) is still given by `get` and tried again.
 
 Only an index that is damaged, or of another version, is moved aside for a new one: leases, failures and tombstones
 lie nowhere else. Whatever passes (a lock, a full disk, a missing permission) is an error that leaves it as it is.
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.capture.protocol import CaptureState
-from hsconnector.capture.record import Record, client_ids, kept
+from hsconnector.capture.record import CaptureRecord, client_ids, kept
 
 __all__ = ["BrokenIndex", "Catalog", "Filter", "Page", "is_broken", "refusal"]
 
@@ -78,7 +78,7 @@ _UNFIT = (ValueError, OverflowError, TypeError, sqlite3.IntegrityError, sqlite3.
 """What one record's own contents can raise."""
 _LEFT = (CaptureState.FAILED, CaptureState.EXPIRED)
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Record).decode
+_decode = msgspec.msgpack.Decoder(CaptureRecord).decode
 
 
 class BrokenIndex(sqlite3.DatabaseError):
@@ -128,7 +128,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 class Page(msgspec.Struct, frozen=True):
     """Some captures, and where the next page begins (None at the end)."""
 
-    records: list[Record]
+    records: list[CaptureRecord]
     next_cursor: str | None
 
 
@@ -138,7 +138,7 @@ class Catalog:
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path = path
         self._durable = durable
-        self._pending: dict[str, Record] = {}
+        self._pending: dict[str, CaptureRecord] = {}
         try:
             self._open()
         except sqlite3.Error as error:
@@ -159,7 +159,7 @@ class Catalog:
         self._move_aside(error)
         self._open()
 
-    def put(self, record: Record) -> None:
+    def put(self, record: CaptureRecord) -> None:
         """Sets a capture; visible to `get` at once, kept by the next `flush`."""
         self._pending[record.capture_id] = kept(record)
 
@@ -206,7 +206,7 @@ class Catalog:
             return 0
         return len(found)
 
-    def get(self, capture_id: str) -> Record | None:
+    def get(self, capture_id: str) -> CaptureRecord | None:
         """One capture, or None."""
         pending = self._pending.get(capture_id)
         if pending is not None:
@@ -214,7 +214,7 @@ class Catalog:
         rows = self._finder.rows("SELECT record FROM captures WHERE capture_id = ?", (capture_id,))
         return _record(rows[0][0]) if rows else None
 
-    def of_request(self, request_id: str) -> list[Record]:
+    def of_request(self, request_id: str) -> list[CaptureRecord]:
         """The captures of an engine's or a client's request id, oldest first; possible ones only if none is certain."""
         exact = self._records("SELECT record FROM captures WHERE request_id = ? ORDER BY capture_id", (request_id,))
         if exact:
@@ -239,7 +239,7 @@ class Catalog:
         records = self._records(query, (*values, limit + 1))
         return Page(records[:limit], records[limit - 1].capture_id if len(records) > limit else None)
 
-    def with_content(self, hashes: Sequence[str]) -> list[Record]:
+    def with_content(self, hashes: Sequence[str]) -> list[CaptureRecord]:
         """The captures of these content hashes, oldest first, whatever their state."""
         found = self._records(
             "SELECT record FROM captures WHERE content_hash != '' AND content_hash IN (SELECT value FROM json_each(?))",
@@ -252,7 +252,7 @@ class Catalog:
                 records[record.capture_id] = record
         return [records[capture_id] for capture_id in sorted(records)]
 
-    def live(self, folder: str) -> dict[str, Record]:
+    def live(self, folder: str) -> dict[str, CaptureRecord]:
         """The captures of one two-digit folder that have not failed or expired."""
         rows = self._finder.rows("SELECT record FROM captures WHERE folder = ? AND ended IS NULL", (folder,))
         return {record.capture_id: record for record in (_record(row[0]) for row in rows)}
@@ -264,21 +264,21 @@ class Catalog:
             for (capture_id,) in rows:
                 yield capture_id
 
-    def receiving(self) -> list[Record]:
+    def receiving(self) -> list[CaptureRecord]:
         """The captures that are not final."""
         rows = self._finder.rows("SELECT record FROM captures WHERE state = ?", (CaptureState.RECEIVING,))
         return [_record(row[0]) for row in rows]
 
-    def _records(self, query: str, values: tuple[object, ...]) -> list[Record]:
+    def _records(self, query: str, values: tuple[object, ...]) -> list[CaptureRecord]:
         return [_record(row[0]) for row in self._reader.rows(query, values)]
 
-    def _write(self, batch: Sequence[Record]) -> None:
+    def _write(self, batch: Sequence[CaptureRecord]) -> None:
         names = [(name, r.capture_id, rank) for r in batch for name, rank in client_ids(r.request_id).items()]
         with self._writer:
             self._writer.executemany(_PUT, [_row(record) for record in batch])
             self._writer.executemany("INSERT OR IGNORE INTO client_ids VALUES (?, ?, ?)", names)
 
-    def _fits(self, record: Record) -> bool:
+    def _fits(self, record: CaptureRecord) -> bool:
         """Writes one record of a batch that failed; a record that can never be written is not tried again."""
         try:
             self._write([record])
@@ -351,7 +351,7 @@ def _where(wanted: Filter) -> tuple[list[str], list[object]]:
     return clauses, values
 
 
-def _row(record: Record) -> tuple[object, ...]:
+def _row(record: CaptureRecord) -> tuple[object, ...]:
     return (
         record.capture_id,
         record.capture_id[-2:],
@@ -369,7 +369,7 @@ def _row(record: Record) -> tuple[object, ...]:
     )
 
 
-def _record(packed: bytes) -> Record:
+def _record(packed: bytes) -> CaptureRecord:
     try:
         return _decode(packed)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import content_of
 from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
@@ -30,17 +30,17 @@ from hsconnector.capture.protocol import (
     Rows,
     Span,
 )
-from hsconnector.capture.record import Finding, Record, Verdict, client_ids, record_of, returns
+from hsconnector.capture.record import CaptureRecord, Finding, FindingKind, Verdict, client_ids, record_of
 from hsconnector.errors import RingError
-from server.assembler import Assembly, Step
+from server.assembler import Action, Assembly
 from server.catalog import Catalog
+from server.mapped_ring import MappedRing
 from server.metrics import Metrics
 from server.refusals import producer_unknown, sequence_gap
-from server.rings import Ring
 from server.settings import OnUnsound, Settings
 from server.shards import ShardWriter
 from server.store import FULL, Store
-from server.streams import OpenCapture, Stream, check_info
+from server.streams import OpenCapture, ProducerStream, check_info
 from server.verdict import Judge
 
 __all__ = ["Ingest"]
@@ -84,9 +84,9 @@ class Ingest:
         """What cannot be written at the moment, and why; empty when all is well."""
         self.turnover = 0
         """Bytes of shards that have got their place or left it, ever; read from any thread."""
-        self.streams: dict[str, Stream] = {}
-        self._owners: dict[str, Stream] = {}
-        self._finished: list[Record] = []
+        self.streams: dict[str, ProducerStream] = {}
+        self._owners: dict[str, ProducerStream] = {}
+        self._finished: list[CaptureRecord] = []
         self._buffer = bytearray()
 
     def register(self, producer: Producer) -> ProducerAccepted:
@@ -97,7 +97,7 @@ class Ingest:
             self._end(given_up, FailReason.SIDECAR_UNREACHABLE, "its producer gave this stream up and opened another")
             self.settle()
         ring, reason = self._open_ring(producer)
-        stream = Stream(producer, ring)
+        stream = ProducerStream(producer, ring)
         self.streams[stream.producer_id] = stream
         self.metrics.producers.set(len(self.streams))
         log.info(
@@ -147,17 +147,17 @@ class Ingest:
                 self._end(stream, FailReason.ENGINE_LOST, f"its engine said nothing for {silent:.1f} s")
         self.settle()
 
-    def delete(self, record: Record) -> None:
+    def delete(self, record: CaptureRecord) -> None:
         """Removes a final capture's shard and leaves a tombstone; one that the store has lost does not come back."""
         known = self.catalog.get(record.capture_id)
-        if known is not None and returns(known):
+        if known is not None and known.lost:
             self.store.remove(known.capture_id, 0)
             self._expire(msgspec.structs.replace(known, reason=None), "deleted")
         else:
             self.remove(record, "deleted")
         self.settle()
 
-    def remove(self, record: Record, detail: str, reason: FailReason | None = None) -> bool:
+    def remove(self, record: CaptureRecord, detail: str, reason: FailReason | None = None) -> bool:
         """The same, told to nobody before `settle`; False where it had gone before."""
         known = self.catalog.get(record.capture_id)
         if known is None or known.state not in (CaptureState.READY, CaptureState.QUARANTINED, CaptureState.FAILED):
@@ -167,7 +167,7 @@ class Ingest:
         self._expire(msgspec.structs.replace(known, reason=reason), detail)
         return True
 
-    def gone(self, record: Record) -> None:
+    def gone(self, record: CaptureRecord) -> None:
         """Notes that a shard's file is not there any more; where it is again at a later start, so is the capture."""
         self.remove(record, "its shard file is gone", FailReason.STORE_ERROR)
         self.settle()
@@ -198,15 +198,15 @@ class Ingest:
         self.metrics.receiving.set(len(self._owners))
         self.metrics.store_bytes.set(self.store.used)
 
-    def _open_ring(self, producer: Producer) -> tuple[Ring | None, str]:
+    def _open_ring(self, producer: Producer) -> tuple[MappedRing | None, str]:
         if producer.ring is None:
             return None, ""
         try:
-            return Ring.open(self.settings.shm_dir, producer.ring), ""
+            return MappedRing.open(self.settings.shm_dir, producer.ring), ""
         except RingError as error:
             return None, str(error)
 
-    def _answer(self, stream: Stream, message: Message, payload: memoryview) -> MessageAnswer:
+    def _answer(self, stream: ProducerStream, message: Message, payload: memoryview) -> MessageAnswer:
         if isinstance(message, Open):
             return self._opened(stream, message)
         capture = stream.open.get(message.capture_id)
@@ -214,12 +214,12 @@ class Ingest:
             return self._not_open(message)
         try:
             if isinstance(message, Rows):
-                step = self._rows(stream, capture, message, payload)
+                action = self._rows(stream, capture, message, payload)
             elif isinstance(message, Commit):
-                step = self._commit(stream, capture, message)
+                action = self._commit(stream, capture, message)
             else:
                 capture.assembly.fail(message.reason, _one_line(message.detail))
-                step = Step.APPLY
+                action = Action.APPLY
         except SpanRefused as error:
             capture.assembly.fail(FailReason.BAD_MESSAGE, str(error))
         except OSError as error:
@@ -230,9 +230,9 @@ class Ingest:
         if capture.assembly.state is CaptureState.FAILED:
             self._drop(stream, capture)
             return capture.assembly.answer(MessageStatus.OK if isinstance(message, Fail) else MessageStatus.FAILED)
-        return capture.assembly.answer(MessageStatus.DUPLICATE if step is Step.DUPLICATE else MessageStatus.OK)
+        return capture.assembly.answer(MessageStatus.DUPLICATE if action is Action.DUPLICATE else MessageStatus.OK)
 
-    def _opened(self, stream: Stream, message: Open) -> MessageAnswer:
+    def _opened(self, stream: ProducerStream, message: Open) -> MessageAnswer:
         info = message.capture
         wrong = check_info(info)
         if wrong:
@@ -252,7 +252,7 @@ class Ingest:
             )
         return self._begin(stream, message)
 
-    def _begin(self, stream: Stream, message: Open) -> MessageAnswer:
+    def _begin(self, stream: ProducerStream, message: Open) -> MessageAnswer:
         info, producer = message.capture, stream.producer
         record = record_of(producer, info)
         judge = Judge(producer.dtype, producer.layer_ids, producer.hidden_size)
@@ -270,10 +270,10 @@ class Ingest:
         self.catalog.put(record)
         return capture.assembly.answer(MessageStatus.OK)
 
-    def _rows(self, stream: Stream, capture: OpenCapture, message: Rows, payload: memoryview) -> Step:
-        step = capture.assembly.rows_step(message)
-        if step is not Step.APPLY:
-            return step
+    def _rows(self, stream: ProducerStream, capture: OpenCapture, message: Rows, payload: memoryview) -> Action:
+        action = capture.assembly.action_on_rows(message)
+        if action is not Action.APPLY:
+            return action
         more = capture.shard.bytes_written + message.span.length + 8 * (capture.assembly.rows + message.count)
         self._reserve(capture, more)
         with _span(stream, message.span, payload) as data:
@@ -287,16 +287,16 @@ class Ingest:
         self.troubles.pop("store", None)
         self.metrics.rows.inc(message.count)
         self.metrics.row_bytes.labels("shm" if message.span.shared else "body").inc(message.span.length)
-        return step
+        return action
 
-    def _commit(self, stream: Stream, capture: OpenCapture, message: Commit) -> Step:
-        step = capture.assembly.commit_step(message)
-        if step is not Step.APPLY:
-            return step
+    def _commit(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Action:
+        action = capture.assembly.action_on_commit(message)
+        if action is not Action.APPLY:
+            return action
         outcome = self._judge(stream, capture, message)
         if outcome.state is CaptureState.FAILED:
-            capture.assembly.fail(FailReason.UNSOUND, _sentence(outcome.verdict))
-            return Step.REFUSED
+            capture.assembly.fail(FailReason.UNSOUND, outcome.verdict.phrase)
+            return Action.REFUSED
         capture_id = capture.assembly.info.capture_id
         folder = self.store.folder(capture_id, outcome.state)
         folder.mkdir(parents=True, exist_ok=True)
@@ -315,7 +315,7 @@ class Ingest:
             msgspec.structs.replace(
                 record_of(stream.producer, capture.assembly.info),
                 state=outcome.state,
-                detail="" if outcome.verdict.sound else _sentence(outcome.verdict),
+                detail=outcome.verdict.phrase,
                 num_rows=message.num_rows,
                 finish_reason=message.finish_reason[:64],
                 content_hash=outcome.content_hash,
@@ -325,24 +325,17 @@ class Ingest:
                 verdict=outcome.verdict,
             )
         )
-        return step
+        return action
 
-    def _judge(self, stream: Stream, capture: OpenCapture, message: Commit) -> Outcome:
+    def _judge(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Outcome:
         producer, info = stream.producer, capture.assembly.info
-        found = content_hash(
-            model=producer.model,
-            model_revision=producer.model_revision,
-            layer_ids=producer.layer_ids,
-            lora=info.lora,
-            mm_hashes=info.mm_hashes,
-            token_ids=message.token_ids,
-        )
+        found = content_of(producer, info).hash_of(message.token_ids)
         verdict = capture.judge.verdict(message.token_ids)
         if info.expected_content_hash and info.expected_content_hash != found:
             verdict = _with_wrong_hash(verdict, info.expected_content_hash, found)
         state = CaptureState.READY
         if not verdict.sound:
-            log.warning("capture %s: unsound: %s", info.capture_id, _sentence(verdict))
+            log.warning("capture %s: unsound: %s", info.capture_id, verdict.phrase)
             state = _UNSOUND[self.settings.on_unsound]
             for reason in verdict.reasons:
                 self.metrics.findings.labels(reason).inc()
@@ -365,7 +358,7 @@ class Ingest:
         failed = known.state is CaptureState.FAILED and not isinstance(message, Fail)
         return _known(known, MessageStatus.FAILED if failed else MessageStatus.DUPLICATE)
 
-    def _drop(self, stream: Stream, capture: OpenCapture) -> None:
+    def _drop(self, stream: ProducerStream, capture: OpenCapture) -> None:
         assembly = capture.assembly
         capture_id = assembly.info.capture_id
         try:
@@ -382,7 +375,7 @@ class Ingest:
             )
         )
 
-    def _end(self, stream: Stream, reason: FailReason, detail: str) -> None:
+    def _end(self, stream: ProducerStream, reason: FailReason, detail: str) -> None:
         for capture in list(stream.open.values()):
             capture.assembly.fail(reason, detail)
             self._drop(stream, capture)
@@ -390,13 +383,13 @@ class Ingest:
         stream.end()
         self.metrics.producers.set(len(self.streams))
 
-    def _finish(self, record: Record) -> None:
+    def _finish(self, record: CaptureRecord) -> None:
         record = msgspec.structs.replace(record, finished=time.time())
         self.catalog.put(record)
         self._finished.append(record)
         self.metrics.captures.labels(record.state, record.reason or "").inc()
 
-    def _expire(self, record: Record, detail: str) -> None:
+    def _expire(self, record: CaptureRecord, detail: str) -> None:
         record = msgspec.structs.replace(
             record, state=CaptureState.EXPIRED, detail=detail, size=0, finished=time.time()
         )
@@ -419,7 +412,7 @@ _UNSOUND = {
 }
 
 
-def _span(stream: Stream, span: Span, payload: memoryview) -> memoryview:
+def _span(stream: ProducerStream, span: Span, payload: memoryview) -> memoryview:
     end = span.offset + span.length
     if span.shared:
         _check_still_there(stream, span)
@@ -430,7 +423,7 @@ def _span(stream: Stream, span: Span, payload: memoryview) -> memoryview:
     raise SpanRefused(f"the span {span.offset}..{end} lies outside the payload of {len(payload)} bytes")
 
 
-def _check_still_there(stream: Stream, span: Span) -> None:
+def _check_still_there(stream: ProducerStream, span: Span) -> None:
     if not span.shared:
         return
     end = span.offset + span.length
@@ -450,24 +443,17 @@ def _failed(reason: FailReason, detail: str) -> MessageAnswer:
     return MessageAnswer(MessageStatus.FAILED, CaptureState.FAILED, reason, detail)
 
 
-def _known(record: Record, status: MessageStatus) -> MessageAnswer:
-    return MessageAnswer(status, record.state, record.reason, record.detail)
+def _known(record: CaptureRecord, status: MessageStatus) -> MessageAnswer:
+    reason = FailReason(record.reason) if record.reason else None
+    return MessageAnswer(status, record.state, reason, record.detail)
 
 
 def _with_wrong_hash(verdict: Verdict, expected: str, found: str) -> Verdict:
-    wrong = Finding("wrong_content_hash", 1, detail=f"expected {expected[:64]}, the capture has {found}")
+    wrong = Finding(FindingKind.WRONG_CONTENT_HASH, 1, detail=f"expected {expected[:64]}, the capture has {found}")
     return Verdict(False, (*verdict.reasons, wrong.reason), (*verdict.findings, wrong), verdict.slots)
 
 
-def _sentence(verdict: Verdict) -> str:
-    parts = []
-    for finding in verdict.findings:
-        where = [f"{name} {list(found)}" for name, found in (("rows", finding.rows), ("slots", finding.slots)) if found]
-        parts.append(" ".join([finding.reason, *where, finding.detail]).strip())
-    return "; ".join(parts)
-
-
-def _names(record: Record) -> Iterator[str]:
+def _names(record: CaptureRecord) -> Iterator[str]:
     yield record.capture_id
     yield f"request:{record.request_id}"
     for name in client_ids(record.request_id):

@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import xxhash
 
+from hsconnector.capture.header import ShardHeader, check_written_by_sidecar, data_hasher, read_header
 from hsconnector.capture.protocol import CaptureState, FailReason, is_capture_id
-from hsconnector.capture.record import Record, Verdict, returns
+from hsconnector.capture.record import CaptureRecord, Verdict, record_of_header
 from hsconnector.errors import ShardError, StoreError
 from server.catalog import Catalog, is_broken, refusal, two_hex
 from server.metrics import Metrics
-from server.shards import PIECE_BYTES, ShardHeader, is_regular, read_header
+from server.shards import PIECE_BYTES, is_regular
 from server.store import Store
-from server.streams import LARGEST
 from server.verdict import Judge
 
 __all__ = ["inspect_shard", "record_of_shard", "recover", "reindex_store"]
@@ -135,12 +134,12 @@ def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
     """Reads a whole shard once: parsed, hashed, judged. Raises `ShardError` where it is not whole."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        header = read_header(fd)
+        header = check_written_by_sidecar(read_header(fd))
         judge = Judge(header.dtype, header.layer_ids, header.shape[2])
-        digest = xxhash.xxh3_128()
-        end = header.data_start + header.hidden_bytes
+        digest = data_hasher()
+        end = header.data_at + header.tokens_at
         step = max(1, PIECE_BYTES // header.row_bytes) * header.row_bytes
-        for offset in range(header.data_start, end, step):
+        for offset in range(header.data_at, end, step):
             data = _read(fd, min(step, end - offset), offset)
             digest.update(data)
             judge.take(memoryview(data))
@@ -148,55 +147,21 @@ def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
     finally:
         os.close(fd)
     digest.update(token_ids)
-    if digest.hexdigest() != header.metadata.get("data_hash"):
-        raise ShardError(
-            f"the data hashes to {digest.hexdigest()}, its header says {header.metadata.get('data_hash')!r}"
-        )
+    if digest.hexdigest() != header.data_hash:
+        raise ShardError(f"the data hashes to {digest.hexdigest()}, its header says {header.data_hash!r}")
     return header, judge.verdict(token_ids)
 
 
-def record_of_shard(path: Path, state: CaptureState) -> Record:
+def record_of_shard(path: Path, state: CaptureState) -> CaptureRecord:
     """A capture's record from its shard alone; raises `ShardError`."""
     header, verdict = inspect_shard(path)
-    facts = header.metadata
-    if facts.get("capture_id") != path.name.removesuffix(_SUFFIX):
-        raise ShardError(f"the shard belongs to capture {facts.get('capture_id')!r}")
+    record = record_of_header(header, state, complete=True)
+    if record.capture_id != path.name.removesuffix(_SUFFIX):
+        raise ShardError(f"the shard belongs to capture {record.capture_id!r}")
     status = path.stat()
-    try:
-        record = Record(
-            capture_id=facts["capture_id"],
-            request_id=facts["request_id"],
-            state=state,
-            engine_id=facts["engine_id"],
-            model=facts["model"],
-            model_revision=facts["model_revision"],
-            vllm_version=facts["vllm_version"],
-            layer_ids=header.layer_ids,
-            num_layers=min(int(facts["num_layers"]), LARGEST),
-            hidden_size=header.shape[2],
-            dtype=header.dtype,
-            rows=facts["rows"],
-            num_rows=header.shape[0],
-            num_prompt_tokens=int(facts["num_prompt_tokens"]),
-            dataset=facts["dataset"],
-            sample_id=facts["sample_id"],
-            tags=msgspec.json.decode(facts["tags"], type=dict[str, str]),
-            lora=facts["lora"],
-            finish_reason=facts["finish_reason"],
-            content_hash=facts["content_hash"],
-            data_hash=facts["data_hash"],
-            created=float(facts["created"]),
-            finished=status.st_mtime,
-            size=status.st_size,
-            mtime_ns=status.st_mtime_ns,
-            verdict=verdict,
-        )
-        msgspec.msgpack.encode(record)  # unpaired surrogates and endless numbers pass JSON, not the index
-    except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-        raise ShardError(f"the metadata is not that of a capture: {error!r}") from error
-    if not (0 <= record.created <= LARGEST and 0 <= record.num_prompt_tokens <= LARGEST):
-        raise ShardError(f"created {record.created} or num_prompt_tokens {record.num_prompt_tokens} cannot be")
-    return record
+    return msgspec.structs.replace(
+        record, finished=status.st_mtime, size=status.st_size, mtime_ns=status.st_mtime_ns, verdict=verdict
+    )
 
 
 @dataclass(frozen=True)
@@ -207,8 +172,8 @@ class Scan:
     catalog: Catalog
     metrics: Metrics
     folder: str
-    known: dict[str, Record]
-    trusted: dict[str, Record]
+    known: dict[str, CaptureRecord]
+    trusted: dict[str, CaptureRecord]
     """What of `known` need not be read again."""
 
     def area(self, state: CaptureState) -> dict[str, int]:
@@ -224,7 +189,7 @@ class Scan:
         found = (self._whole(path, state) for path in paths)
         return {record.capture_id: record.size for record in found if record is not None}
 
-    def _whole(self, path: Path, state: CaptureState) -> Record | None:
+    def _whole(self, path: Path, state: CaptureState) -> CaptureRecord | None:
         try:
             return self._read(path, state)
         except ShardError as error:
@@ -233,7 +198,7 @@ class Scan:
             log.error("%s cannot be read now, it stays there and is not listed: %s", path, error)
         return None
 
-    def _read(self, path: Path, state: CaptureState) -> Record | None:
+    def _read(self, path: Path, state: CaptureState) -> CaptureRecord | None:
         if path.name.startswith(".") and path.name.endswith(".part"):
             path.unlink()
             return None
@@ -247,17 +212,17 @@ class Scan:
         known = record or self.known.get(capture_id) or self.catalog.get(capture_id)
         _check_name(path, self.folder, known)
         found = _as_known(record_of_shard(path, state), known)
-        if known is not None and returns(known):
+        if known is not None and known.lost:
             log.info("capture %s: its shard is here again, it is %s", capture_id, state)
         self.catalog.put(found)
         return found
 
 
-def _as_known(found: Record, known: Record | None) -> Record:
+def _as_known(found: CaptureRecord, known: CaptureRecord | None) -> CaptureRecord:
     """A shard does not say when it was finished nor what was expected of it; the index may."""
     if known is None or known.data_hash != found.data_hash:
         return found
-    if returns(known):
+    if known.lost:
         return msgspec.structs.replace(found, verdict=known.verdict or found.verdict)
     return msgspec.structs.replace(found, finished=known.finished, detail=known.detail, verdict=known.verdict)
 
@@ -275,22 +240,22 @@ def _remove_orphan(lock: Path) -> None:
             os.close(fd)
 
 
-def _check_name(path: Path, folder: str, record: Record | None) -> None:
+def _check_name(path: Path, folder: str, record: CaptureRecord | None) -> None:
     capture_id = path.name.removesuffix(_SUFFIX)
     if not path.name.endswith(_SUFFIX) or not is_capture_id(capture_id) or capture_id[-2:] != folder:
         raise ShardError("its name is not that of a shard of this folder")
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ShardError("it is not a regular file")
-    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED) and not returns(record):
+    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED) and not record.lost:
         raise ShardError(f"the index says that this capture is {record.state}")
 
 
-def _unchanged(path: Path, record: Record) -> bool:
+def _unchanged(path: Path, record: CaptureRecord) -> bool:
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (record.size, record.mtime_ns)
 
 
-def _without_shard(record: Record, catalog: Catalog, metrics: Metrics) -> None:
+def _without_shard(record: CaptureRecord, catalog: Catalog, metrics: Metrics) -> None:
     if record.state is CaptureState.RECEIVING:
         state, reason = CaptureState.FAILED, FailReason.SIDECAR_RESTARTED
         detail = "the sidecar ended while this was being received"

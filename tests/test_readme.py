@@ -1,4 +1,4 @@
-"""What README.md tells people to run is run, on captures in bfloat16 (CASES 60); its line and its table are checked."""
+"""What the documents tell people to run is run, on captures in bfloat16, which numpy cannot hold (safetensors#598)."""
 
 from __future__ import annotations
 

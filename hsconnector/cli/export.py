@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 from hsconnector.cli.show import plain, readable_bytes
-from hsconnector.client import DEFAULT_URL
+from hsconnector.client.address import DEFAULT_SIDECAR, SIDECAR_VARIABLES
 from hsconnector.client.sources import Source, open_source
 from hsconnector.errors import SettingsError
 from hsconnector.formats import FORMATS, find_format
@@ -23,7 +23,7 @@ from hsconnector.formats.manifest import Entry, Manifest, read_manifest
 from hsconnector.formats.norm import NormKind
 from hsconnector.formats.prepare import Prepared, Request, prepare
 from hsconnector.formats.sample import Format
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["export"]
 
@@ -32,8 +32,13 @@ _SHOWN = 20
 
 def export(
     source: Annotated[
-        str, typer.Argument(envvar="HSC_URL", help="A store's folder, or a sidecar's address.")
-    ] = DEFAULT_URL,
+        str,
+        typer.Argument(
+            envvar=list(SIDECAR_VARIABLES),
+            show_envvar=False,
+            help="A store's folder, or a sidecar's address; else HSC_SIDECAR.",
+        ),
+    ] = DEFAULT_SIDECAR,
     format: Annotated[str, typer.Option("--format", "-f", help=f"One of {', '.join(FORMATS)}.")] = "",
     out: Annotated[str, typer.Option("--out", "-o", help="The folder to fill.")] = "",
     data: Annotated[

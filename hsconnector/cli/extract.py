@@ -24,16 +24,18 @@ from rich.progress import (
 )
 
 from hsconnector.capture.protocol import MAX_TEXT_BYTES
+from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.show import plain
-from hsconnector.client import DEFAULT_URL
+from hsconnector.client import DEFAULT_SIDECAR
+from hsconnector.client.async_client import AsyncClient
+from hsconnector.client.connection import connect_async
 from hsconnector.errors import HSConnectorError, SettingsError, SidecarUnreachable, UnsupportedError
-from hsconnector.extraction.connection import connect
 from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
 from hsconnector.extraction.extraction import Extraction, Order
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import Target, choose_target
 from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
+from hsconnector.prompts.encoded import Encoded
 from hsconnector.prompts.files import Rows, open_rows
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from hsconnector.prompts.saved import SavedDataset
@@ -68,13 +70,14 @@ class Job:
     saved: SavedDataset | None
 
 
+@with_older_names
 def extract(
     data: Annotated[Path, typer.Argument(help=".jsonl, .json, .parquet, .arrow, or a folder of these.")],
     engine_urls: Annotated[
         list[str] | None,
         typer.Option("--engine-url", envvar="HSC_ENGINE_URL", help=f"The engine, default {_ENGINE}; repeatable."),
     ] = None,
-    sidecar: Annotated[str, typer.Option(envvar="HSC_URL", help="Where `hsconnector serve` listens.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     dataset: Annotated[str, typer.Option(help="The name each capture carries; default: DATA's own.")] = "",
     model: Annotated[str, typer.Option(help="As the engine serves it; default: its first.")] = "",
     layers: Annotated[str, typer.Option(help="Refuse to start unless the engine captures these, as for launch.")] = "",
@@ -160,10 +163,12 @@ class _Run:
             connections = job.order.concurrency + 4
             engines = []
             for url in job.engine_urls:
-                http = connect(engine_url(url), key=job.engine_key, timeout_s=job.timeout_s, connections=connections)
+                http = connect_async(
+                    engine_url(url), key=job.engine_key, timeout_s=job.timeout_s, connections=connections
+                )
                 engines.append(Engine(url, await stack.enter_async_context(http)))
-            http = connect(job.sidecar_url, key=job.api_key, timeout_s=60.0, connections=connections)
-            sidecar = Sidecar(job.sidecar_url, await stack.enter_async_context(http))
+            http = connect_async(job.sidecar_url, key=job.api_key, timeout_s=60.0, connections=connections)
+            sidecar = AsyncClient(job.sidecar_url, await stack.enter_async_context(http))
             order, target, max_tokens = await self._meet(engines, sidecar)
             saved = stack.enter_context(job.saved) if job.saved else None
             changed = stack.enter_context(_progress(self.ledger))
@@ -172,7 +177,7 @@ class _Run:
             if saved is not None:
                 self._publish(saved, target)
 
-    async def _meet(self, engines: list[Engine], sidecar: Sidecar) -> tuple[Order, Target, int]:
+    async def _meet(self, engines: list[Engine], sidecar: AsyncClient) -> tuple[Order, Target, int]:
         """What the engines serve, as they and the sidecar say."""
         targets: dict[str, Target] = {}
         lengths: list[int] = []
@@ -192,7 +197,7 @@ class _Run:
         order = replace(self.job.order, model=name)
         return order, next(iter(targets.values())), min(known) - 1 if known else 0
 
-    async def _target(self, sidecar: Sidecar, model: str, lora: str) -> Target:
+    async def _target(self, sidecar: AsyncClient, model: str, lora: str) -> Target:
         end = time.monotonic() + _SEEN_WITHIN_S
         while True:
             producers = await sidecar.producers()
@@ -208,10 +213,10 @@ class _Run:
     def _samples(self, target: Target, max_tokens: int) -> Iterator[Prompt | Missing]:
         tokenizer: list[ChatTokenizer] = []
 
-        def encode(conversation: object, tools: object) -> tuple[list[int], list[int]]:
+        def encode(conversation: object, tools: object) -> Encoded:
             if not tokenizer:
                 tokenizer.append(load_tokenizer(self.job.tokenizer or target.model))
-            return tokenizer[0].encode(conversation, tools)  # type: ignore[arg-type]
+            return tokenizer[0].encode(conversation, tools)
 
         reader = PromptReader(encode, self.job.id_field, max_tokens)
         for index, row in enumerate(self.job.rows.read()):

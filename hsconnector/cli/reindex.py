@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
+from hsconnector.cli import CouldNotStart
 from hsconnector.errors import SettingsError
+
+try:
+    from server.recovery import reindex_store
+except ModuleNotFoundError as error:
+    raise CouldNotStart.without(error, "serve") from error
 
 __all__ = ["reindex"]
 
@@ -20,10 +26,6 @@ def reindex(
 
     Failures and deletions, which have no shard, stay as the index has them.
     """
-    try:
-        from server.recovery import reindex_store
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"{error.name} is missing: pip install 'hsconnector[serve]'") from error
     if not (store / "captures").is_dir():
         raise SettingsError(f"{store} is not a store: it has no folder captures")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")

@@ -7,29 +7,33 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.cells import cell_len, set_cell_size
 
+from hsconnector.capture.header import ShardHeader, open_header
 from hsconnector.capture.layers import slot_name
 from hsconnector.capture.protocol import is_capture_id
-from hsconnector.capture.record import CaptureRecord
-from hsconnector.capture.shard import ShardHeader, open_header
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.capture.record import CaptureRecord, Verdict, public_fields
+from hsconnector.cli.options import SidecarOption, with_older_names
+from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import CaptureNotFound
 
-__all__ = ["columns", "plain", "readable_bytes", "show"]
+__all__ = ["HEADINGS", "cells", "columns", "plain", "readable_bytes", "show"]
 
+HEADINGS = ("capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request")
+"""Of the `cells` of a record in a list."""
 _LATEST = 20
 
 
+@with_older_names
 def show(
     what: Annotated[
         str, typer.Argument(help="A capture id, a handle, a request id or a shard file; nothing: the latest captures.")
     ] = "",
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     limit: Annotated[int, typer.Option(min=1, help="Captures of a list.")] = _LATEST,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -40,11 +44,11 @@ def show(
     if Path(what).is_file() or what.endswith(".safetensors"):
         _show_shard(Path(what), as_json)
         return
-    with Client(url) as client:
+    with Client(sidecar) as client:
         records = _records(client, what, limit)
     if as_json:
         for record in records:
-            typer.echo(msgspec.json.encode(record).decode())
+            typer.echo(msgspec.json.encode(public_fields(record)).decode())
     elif len(records) == 1 and what:
         _print_fields(_fields(records[0]))
     else:
@@ -62,6 +66,21 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def cells(record: CaptureRecord) -> list[str]:
+    """A record as one line of a list, under `HEADINGS`; its texts are as clients gave them."""
+    return [
+        record.capture_id,
+        _moment(record.created)[:19],
+        record.state + (f": {record.reason}" if record.reason else ""),
+        str(record.num_rows),
+        str(len(record.layer_ids)),
+        readable_bytes(record.size),
+        record.dataset,
+        record.sample_id,
+        record.request_id,
+    ]
 
 
 def readable_bytes(count: int) -> str:
@@ -119,15 +138,15 @@ def _verdict(record: CaptureRecord) -> str:
     return "sound" if not record.unsound else f"unsound: {record.findings}"
 
 
-def _slots(layer_ids: Sequence[int], num_layers: int, verdict: Mapping[str, Any] | None) -> dict[str, str]:
-    stats = {entry["slot"]: entry for entry in (verdict or {}).get("slots", ())}
+def _slots(layer_ids: Sequence[int], num_layers: int, verdict: Verdict | None) -> dict[str, str]:
+    stats = {each.slot: each for each in verdict.slots} if verdict else {}
     lines = {}
     for slot, layer in enumerate(layer_ids):
         text = f"layer {layer} ({slot_name(layer)}{', before the final norm' if layer == num_layers else ''})"
         if slot in stats:
             seen = stats[slot]
-            text += f", mean norm {_number(seen['mean_norm'])}"
-            text += f", {_number(seen['minimum'])} to {_number(seen['maximum'])}"
+            text += f", mean norm {_number(seen.mean_norm)}"
+            text += f", {_number(seen.minimum)} to {_number(seen.maximum)}"
         lines[f"slot {slot}"] = text
     return lines
 
@@ -143,7 +162,7 @@ def _moment(seconds: float) -> str:
 def _show_shard(path: Path, as_json: bool) -> None:
     header = open_header(path)
     if as_json:
-        tensors = {"shape": header.shape, "dtype": header.dtype, "bytes": header.data_at + header.data_bytes}
+        tensors = {"shape": header.shape, "dtype": header.dtype, "bytes": header.file_bytes}
         typer.echo(json.dumps({**header.metadata, **tensors}, ensure_ascii=False))
     else:
         _print_fields({"file": str(path), **_shard_fields(header)})
@@ -154,7 +173,7 @@ def _shard_fields(header: ShardHeader) -> dict[str, str]:
     return {
         "hidden_states": f"{list(header.shape)} {header.dtype}",
         **_slots(header.layer_ids, int(num_layers) if re.fullmatch("[0-9]+", num_layers) else -1, None),
-        "size": readable_bytes(header.data_at + header.data_bytes),
+        "size": readable_bytes(header.file_bytes),
         **{name: value for name, value in header.metadata.items() if value and name != "layer_ids"},
     }
 
@@ -169,14 +188,4 @@ def _print_list(records: Sequence[CaptureRecord]) -> None:
     if not records:
         typer.echo("no captures yet")
         return
-    rows = [["capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request"]]
-    for record in records:
-        about = [
-            record.state + (f": {record.reason}" if record.reason else ""),
-            str(record.num_rows),
-            str(len(record.layer_ids)),
-            readable_bytes(record.size),
-        ]
-        texts = [record.dataset, record.sample_id, record.request_id]
-        rows.append([record.capture_id, _moment(record.created)[:19], *about, *texts])
-    typer.echo(columns(rows))
+    typer.echo(columns([HEADINGS, *map(cells, records)]))

@@ -14,20 +14,16 @@ _BACKEND = "--hidden-states-backend"
 def train(context: typer.Context) -> None:
     """Runs `speculators train` with the hidden-states backend `hsconnector`.
 
-    Every argument goes to it unchanged; --help lists them, the --hsc-... ones are ours. Without --config the backend
-    need not be named. On several GPUs: `torchrun --no-python --nproc-per-node 8 hsconnector train ...`.
+    Every argument goes to it unchanged; --help lists them, --sidecar and the --hsc-... ones are ours. Without --config
+    the backend need not be named. On several GPUs: `torchrun --no-python --nproc-per-node 8 hsconnector train ...`.
     """
     try:
-        from hsconnector.integrations import speculators
+        from hsconnector.integrations.speculators import load_trainer
+
+        run = load_trainer()
     except ModuleNotFoundError as error:
         raise _could_not_start(error) from error
-    speculators.register()
-    try:
-        from speculators.train.cli import main
-        from speculators.train.config import TrainConfig
-    except ModuleNotFoundError as error:
-        raise _could_not_start(error) from error
-    main(TrainConfig.resolve(with_backend(context.args)))
+    run(with_backend(context.args))
 
 
 def with_backend(arguments: Sequence[str]) -> list[str]:

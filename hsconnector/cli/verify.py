@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,11 +16,13 @@ from rich.progress import track
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.shard import Capture, open_shard
+from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.show import columns, plain
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.client import DEFAULT_SIDECAR, Client
+from hsconnector.client.sources import FolderSource
 from hsconnector.errors import CaptureNotFound, SettingsError
-from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
+from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["Report", "check", "sentence", "verify"]
 
@@ -48,14 +50,15 @@ class Report:
     diagnosis: str = ""
 
 
+@with_older_names
 def verify(
     sources: Annotated[
         list[str] | None,
         typer.Argument(help="Store folders, shard files, capture ids or handles; none: the sidecar's latest captures."),
     ] = None,
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     model: Annotated[str, typer.Option(help="The checkpoint to compare with; else what each capture names.")] = "",
-    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the latest ones.")] = 4,
+    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the newest.")] = 4,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Relative to a row's largest value; 0: 1e-4 (f32), 1e-2 (f16), 5e-2 (bf16).")
     ] = 0.0,
@@ -69,10 +72,10 @@ def verify(
     states after the final norm. Exit code 1 if anything differs or nothing was found.
     """
     console = Console(stderr=True)
-    with Client(url) as client:
+    with Client(sidecar) as client:
         captures = list(islice(_captures(sources or [], client), n))
     if not captures:
-        raise CaptureNotFound(f"nothing to verify in {', '.join(sources or [url])}")
+        raise CaptureNotFound(f"nothing to verify in {', '.join(sources or [sidecar])}")
     reports = []
     models: dict[str, ReferenceModel] = {}
     for capture in track(captures, "comparing", console=console, transient=True, disable=not console.is_terminal):
@@ -111,7 +114,7 @@ def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -
 
 
 def _accused(capture: Capture, reference: ReferenceModel, tolerance: float, first: Difference) -> Report:
-    """A second pass decides and explains: on a busy machine a first one was seen to be off by itself."""
+    """A second pass decides and explains: a first one was seen to be wrong by itself on a busy machine."""
     layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
     second = compare(capture.hidden_states, layers[:, list(capture.layer_ids)], tolerance)
     report = _report(capture, reference, tolerance, second)
@@ -165,24 +168,16 @@ def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:
         )
 
 
-def _captures(sources: Iterable[str], client: Client) -> Iterator[Capture]:
-    named = False
+def _captures(sources: Sequence[str], client: Client) -> Iterator[Capture]:
+    if not sources:
+        yield from (client.fetch(record) for record in client.captures(state=CaptureState.READY))
     for source in sources:
-        named = True
         if Path(source).is_dir():
-            yield from (open_shard(path, verify=True) for path in _shards(Path(source)))
+            yield from (open_shard(path, verify=True) for path in FolderSource(Path(source)).shards())
         elif Path(source).exists() or source.endswith(".safetensors"):
             yield open_shard(source, verify=True)
         else:
             yield client.fetch(source)
-    if not named:
-        yield from (client.fetch(record) for record in client.captures(state=CaptureState.READY))
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The shards of a store, or of a plain folder, latest first; the names begin with the time."""
-    root = folder / "captures" if (folder / "captures").is_dir() else folder
-    return sorted(root.rglob("*.safetensors"), key=lambda path: path.name, reverse=True)
 
 
 def _print(reports: list[Report]) -> None:

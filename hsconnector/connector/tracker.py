@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hsconnector.capture.protocol import CaptureInfo, FailReason, RowsKind, new_capture_id, pack_token_ids
-from hsconnector.connector.origins import Origins
+from hsconnector.connector.external_rows import ExternalRows
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 
 __all__ = ["Arrival", "Ended", "Ending", "Progress", "Scheduled", "Tracker", "Wish"]
@@ -117,7 +117,7 @@ class Tracker:
         self.block_size = block_size
         self._new_id = new_id
         self._now = now
-        self.origins = Origins(block_size, hit_size or block_size)
+        self.external = ExternalRows(block_size, hit_size or block_size)
         self._requests: dict[str, _Tracked | None] = {}
         self._advanced: set[str] = set()
         self._failures: list[Failure] = []
@@ -174,7 +174,7 @@ class Tracker:
         """
         self._advanced.discard(ended.request_id)
         self._early.pop(ended.request_id, None)
-        self.origins.arrived(ended.request_id, table, ended.num_computed)
+        self.external.arrived(ended.request_id, table, ended.num_computed)
         tracked = self._requests.pop(ended.request_id, None)
         if tracked is None:
             return Ending(False, None)
@@ -213,7 +213,7 @@ class Tracker:
         """Forgets a request whose end went wrong on our side; its blocks are not held."""
         self._requests.pop(request_id, None)
         self._early.pop(request_id, None)
-        self.origins.forget(request_id)
+        self.external.forget(request_id)
         self._held.discard(request_id)
         self._finishes = [finish for finish in self._finishes if finish.request_id != request_id]
         self._failures.append(Failure(request_id, FailReason.INTERNAL_ERROR, detail))
@@ -241,15 +241,15 @@ class Tracker:
         """
         back = [(each.request_id, each.blocks, each.num_computed) for each in scheduled.arrivals]
         back += [(each.request_id, each.new_blocks, each.num_computed) for each in scheduled.progress if each.resumed]
-        if self.origins.mixed:
+        if self.external.mixed:
             for _, blocks, num_computed in back:
-                self.origins.computed(self.origins.fresh(blocks, num_computed))
+                self.external.computed(self.external.fresh(blocks, num_computed))
             for progress in scheduled.progress:
                 if not progress.resumed:
-                    self.origins.computed(progress.new_blocks)
-        loaded = {name: self.origins.arrived(name, blocks, num_computed) for name, blocks, num_computed in back}
+                    self.external.computed(progress.new_blocks)
+        loaded = {name: self.external.arrived(name, blocks, num_computed) for name, blocks, num_computed in back}
         for request_id, blocks, num_computed in back:
-            outside = loaded[request_id] or self.origins.hit(blocks, num_computed)
+            outside = loaded[request_id] or self.external.hit(blocks, num_computed)
             if outside is not None:
                 self.fail(request_id, FailReason.EXTERNAL_PREFIX, outside)
 

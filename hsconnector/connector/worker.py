@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-import torch
-
 from hsconnector.capture.protocol import Commit, FailReason
-from hsconnector.connector.gather import BUFFER_BYTES, Gather, Ticket, rows_tensor
-from hsconnector.connector.reader import Capture, Reader
+from hsconnector.connector.gather import BUFFER_BYTES, Gather, rows_tensor
+from hsconnector.connector.reader import Cursor, Reader
 from hsconnector.connector.ring import Ring
-from hsconnector.connector.sender import Sender, Stream
-from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.sender import Sender
 from hsconnector.connector.step import Step
+from hsconnector.connector.stream import Stream, Ticket
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """The rank that reads and sends. `cache` is `[num_blocks, block, L, H]`; only its dtype and row shape are used.
+    """The rank that reads and sends.
 
     `on_ring` sees the staging memory of each new stream before it is used, to page-lock it for instance.
     """
 
-    def __init__(
-        self,
-        cache: torch.Tensor,
-        block_size: int,
-        gather: Gather,
-        sender: Sender,
-        settings: ConnectorSettings,
-        now: Callable[[], float] = time.monotonic,
-        on_ring: Callable[[Ring], None] = lambda ring: None,
-    ) -> None:
-        self.reader = Reader(block_size)
+    def __init__(self, gather: Gather, sender: Sender, on_ring: Callable[[Ring], None] = lambda ring: None) -> None:
+        self.reader = Reader(gather.blocks.spec_block_size)
         self.sender = sender
-        self._cache = cache
         self._gather = gather
-        self._settings = settings
-        self._now = now
+        self._settings = sender.settings
         self._on_ring = on_ring
         self._stream: Stream | None = None
         self._copies: dict[str, Ticket] = {}
@@ -58,7 +44,7 @@ class Worker:
             raise
 
     def _step(self, step: Step) -> None:
-        now = self._now()
+        now = self.sender.now()
         self.follow_stream()
         ended = self.reader.apply(step, now)
         over = {info.capture_id for info, _, _ in ended}
@@ -131,13 +117,13 @@ class Worker:
                 if not self._read_some(stream, capture, most, now):
                     break
 
-    def _read_some(self, stream: Stream, capture: Capture, most: int, now: float) -> bool:
+    def _read_some(self, stream: Stream, capture: Cursor, most: int, now: float) -> bool:
         rows = self.reader.next_rows(capture, most)
         offset = self.sender.reserve(stream, len(rows) * self.sender.row_bytes) if rows else None
         if offset is None:
             return False
         try:
-            out = rows_tensor(stream.ring.memory, offset, len(rows), self._cache)
+            out = rows_tensor(stream.ring.memory, offset, len(rows), self._gather.blocks.view)
             ticket = self._gather.copy(capture.table, rows, out)
         except BaseException:
             self.sender.cancel(stream)
@@ -154,7 +140,7 @@ class Worker:
                 commit = Commit(capture.info.capture_id, finish.num_rows, finish.token_ids, finish.reason)
                 self.sender.commit(stream, commit)
 
-    def _arrived(self, capture: Capture) -> bool:
+    def _arrived(self, capture: Cursor) -> bool:
         ticket = self._copies.get(capture.info.capture_id)
         return ticket is None or ticket.done()
 
@@ -165,7 +151,7 @@ class Worker:
             detail = f"{capture.cursor} of {total} rows were shipped and none for {timeout:g} s (stall_timeout_s)"
             self._drop(capture, FailReason.STALLED, detail)
 
-    def _drop(self, capture: Capture, reason: FailReason, detail: str) -> None:
+    def _drop(self, capture: Cursor, reason: FailReason, detail: str) -> None:
         self.reader.drop(capture.info.request_id)
         self.sender.fail(capture.info, reason, detail)
 

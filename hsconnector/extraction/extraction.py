@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord
+from hsconnector.client.async_client import AsyncClient
 from hsconnector.errors import HSConnectorError
 from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import CaptureUnfit, Target, judge
 from hsconnector.prompts.prompt import Missing, Prompt
 
@@ -85,7 +85,7 @@ class Extraction:
         self,
         order: Order,
         engines: Sequence[Engine],
-        sidecar: Sidecar,
+        sidecar: AsyncClient,
         target: Target,
         ledger: Ledger,
         *,
@@ -174,7 +174,7 @@ class Extraction:
         """One row, until it is captured or has been asked for often enough."""
         reason, turn = "", next(self._turn)
         for attempt in range(ask.attempts):
-            if attempt and await self._there_meanwhile(ask, attempt):
+            if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)
             try:
                 await self._attempt(ask, self._engines[(turn + attempt) % len(self._engines)])
@@ -210,8 +210,11 @@ class Extraction:
             "kv_transfer_params": {"hidden_states": hidden_states},
         }
 
-    async def _there_meanwhile(self, ask: _Ask, attempt: int) -> bool:
-        """Rests, then tells whether the attempt before has come to a good end unseen."""
+    async def _captured_after_all(self, ask: _Ask, attempt: int) -> bool:
+        """Pauses, waits for captures of this row that are under way, and tells whether one is ready.
+
+        The answer to the attempt before may have been lost while the engine went on with it.
+        """
         self.ledger.retries += 1
         pause = min(self._order.pause_s * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))

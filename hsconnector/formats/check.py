@@ -16,8 +16,8 @@ from hsconnector.errors import SettingsError, ShardError, StoreError
 from hsconnector.formats.manifest import Description, Entry
 from hsconnector.formats.sample import Exported, Format
 from hsconnector.prompts.labels import token_hash
-from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, compare, explain
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.comparison import DEFAULT_TOLERANCES, compare, explain
+from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["EXPORT_TOLERANCES", "Finding", "check_export", "check_file", "relative_errors"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hsconnector.capture.shard import Capture
-from hsconnector.client.sources import Source
+from hsconnector.client.sources import Source, View
 from hsconnector.errors import CaptureError, HSConnectorError, ShardError, StoreError
 from hsconnector.formats.jobs import Job, Problem
 from hsconnector.formats.manifest import Entry, Manifest
@@ -105,7 +105,7 @@ class Exporter:
         return ""
 
     def _write(self, job: Job) -> int:
-        capture = self.source.open(job.record, self.layers.ids, verify=self.verify)
+        capture = self.source.open(job.record, View(layers=self.layers.ids, verify=self.verify))
         ids_hash = self._checked(job, capture)
         sample = Sample(capture, self.layers, self._loss_mask(job, capture), self.norm)
         if reason := self.format.refusal(sample.loss_mask):

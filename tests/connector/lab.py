@@ -14,10 +14,11 @@ from safetensors.torch import load
 
 from hsconnector.capture.protocol import CaptureInfo, Producer, new_capture_id, pack_token_ids
 from hsconnector.connector.gather import Gather, gather_for
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
-from hsconnector.connector.transport import HttpTransport, InMemoryTransport, Transport
+from hsconnector.connector.transport import HttpTransport, Transport
 from hsconnector.connector.worker import Worker
 
 LAYERS, HIDDEN, BLOCK = (0, 2, 4), 32, 16
@@ -60,9 +61,7 @@ class Lab:
         generator = torch.Generator().manual_seed(7)
         self.cache = torch.rand(BLOCKS, BLOCK, len(LAYERS), HIDDEN, generator=generator)
         self.sender = Sender(producer(), self.settings, transport, now=now, locks=locks)
-        self.worker = Worker(
-            self.cache, BLOCK, gather or gather_for(self.cache, BLOCK), self.sender, self.settings, now=now
-        )
+        self.worker = Worker(gather or gather_for(self.cache, BLOCK), self.sender)
         self.released: list[str] = []
         self.tables: dict[str, tuple[int, ...]] = {}
         self.next = Step(0, BLOCK)

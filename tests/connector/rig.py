@@ -37,9 +37,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from hsconnector.capture.protocol import CaptureState, Producer, unpack_token_ids
 from hsconnector.connector.connector import HiddenStatesConnector, StepMetadata
 from hsconnector.connector.gather import gather_for
+from hsconnector.connector.memory_transport import InMemoryTransport, StoredCapture
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.transport import InMemoryTransport, StoredCapture
 from hsconnector.connector.worker import Worker
 
 SLOTS, HIDDEN = 3, 2
@@ -166,14 +166,7 @@ class Rig:
             dtype="float32",
         )
         self.sender = Sender(producer, self.settings, self.transport, now=lambda: self.clock)
-        self.worker = Worker(
-            self.cache,
-            self.block_size,
-            gather_for(self.cache, self.block_size),
-            self.sender,
-            self.settings,
-            now=lambda: self.clock,
-        )
+        self.worker = Worker(gather_for(self.cache, self.block_size), self.sender)
         self.sender.pump()
         self.rows: dict[str, Row] = {}
         self.requests: dict[str, Request] = {}

@@ -344,4 +344,4 @@ class TestEnded:
 
 
 def test_the_version_that_runs_us() -> None:
-    assert compat._minor(compat.vllm_version()) in compat.TESTED
+    assert untested() is None

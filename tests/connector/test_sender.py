@@ -27,9 +27,9 @@ from hsconnector.capture.protocol import (
     new_capture_id,
 )
 from hsconnector.connector import sender as sender_module
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.sender import MAX_LEDGER, MAX_QUEUED, Sender
 from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.errors import SidecarRefused, SidecarUnreachable
 from tests.connector.lab import LONG, ROW, Lab, Reader, producer, running
 from tests.connector.network import eventually

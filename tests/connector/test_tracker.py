@@ -188,8 +188,8 @@ class TestEnd:
         t = tracker()
         step(t, arrival("a", [1, 2], 6), a=6)
         step(t, preempted=("a",))
-        t.origins.offered("a", 0)
-        t.origins.offered("b", 4)
+        t.external.offered("a", 0)
+        t.external.offered("b", 4)
         new = arrival("b", [7, 9], 6, 4)
         if v2:
             told = step(t, new, arrival("a", [7, 8], 6, 4), a=2, b=2)
@@ -202,7 +202,7 @@ class TestEnd:
 
     def test_a_load_for_a_request_that_ends_before_it_is_scheduled(self) -> None:
         t = tracker()
-        t.origins.offered("a", 0)
+        t.external.offered("a", 0)
         assert not t.finish(ended("a", 6, computed=4, reason="abort"), [7, 8]).hold
         (failure,) = step(t, arrival("b", [7, 9], 6, 4), b=2).failed
         assert (failure.request_id, failure.reason) == ("b", FailReason.EXTERNAL_PREFIX)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason
-from hsconnector.connector.gather import HostGather, Ticket, gather_for
+from hsconnector.connector.gather import HostGather, gather_for
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.step import Failure, Finish, Step
-from hsconnector.connector.transport import InMemoryTransport
+from hsconnector.connector.stream import Ticket
 from tests.connector.lab import BLOCK, HIDDEN, LAYERS, LONG, ROW, Lab
 from tests.connector.test_gather import Untouchable
 
@@ -310,7 +311,7 @@ class TestBugs:
         lab = connected(clock)
         gather = gather_for(lab.cache, BLOCK)
         assert isinstance(gather, HostGather)
-        broken = Broken(gather._blocks)
+        broken = Broken(gather.blocks)
         lab.worker._gather = broken
         return lab, broken
 
@@ -381,7 +382,7 @@ class Slow(HostGather):
     """Copies that arrive when they are told to."""
 
     def __init__(self, inner: HostGather) -> None:
-        super().__init__(inner._blocks)
+        super().__init__(inner.blocks)
         self.arrived = False
         self.waits = 0
 

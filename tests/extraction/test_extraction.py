@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hsconnector.capture.protocol import CaptureState, new_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client import Client
+from hsconnector.client.async_client import AsyncClient
+from hsconnector.client.connection import connect_async
 from hsconnector.dataset import LeasedDataset
 from hsconnector.errors import HSConnectorError, SidecarUnreachable
-from hsconnector.extraction.connection import connect
 from hsconnector.extraction.engine import Engine, EngineUnusable
 from hsconnector.extraction.extraction import Extraction, ExtractionStopped, Order
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
 from hsconnector.extraction.target import CaptureUnfit, Target, choose_target, judge
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from tests.extraction.fake_engine import LAYERS, MAX_MODEL_LEN, FakeEngine
@@ -93,9 +93,9 @@ class Run:
 
     async def _run(self, rows: Sequence[object], ledger: Ledger) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        clients = [connect(url, key="", timeout_s=30, connections=50) for url in (*self.engines, self.sidecar)]
+        clients = [connect_async(url, key="", timeout_s=30, connections=50) for url in (*self.engines, self.sidecar)]
         try:
-            sidecar = Sidecar(self.sidecar, clients[-1], patience_s=1)
+            sidecar = AsyncClient(self.sidecar, clients[-1], patience_s=1)
             engines = [Engine(url, http) for url, http in zip(self.engines, clients, strict=False)]
             target = choose_target(await sidecar.producers(), model="tiny", sidecar=self.sidecar)
             await Extraction(self.order, engines, sidecar, target, ledger).run(samples(rows))
@@ -476,14 +476,14 @@ def test_what_changes_is_told(sidecar: SidecarThread, engine: FakeEngine) -> Non
 
     async def run() -> None:
         async with (
-            connect(engine.url, key="", timeout_s=9, connections=4) as to_engine,
-            connect(sidecar.url, key="", timeout_s=9, connections=4) as to_sidecar,
+            connect_async(engine.url, key="", timeout_s=9, connections=4) as to_engine,
+            connect_async(sidecar.url, key="", timeout_s=9, connections=4) as to_sidecar,
         ):
             ledger = Ledger(5)
             order = Order(model="served", dataset="told")
             target = Target("tiny", "", LAYERS)
             told: Callable[[], None] = lambda: seen.append(ledger.done)  # noqa: E731
-            sidecar_there = Sidecar(sidecar.url, to_sidecar)
+            sidecar_there = AsyncClient(sidecar.url, to_sidecar)
             extraction = Extraction(order, [Engine(engine.url, to_engine)], sidecar_there, target, ledger, changed=told)
             await extraction.run(samples(fresh_rows(5)))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hsconnector.reference.model.model import ReferenceModel
 
 from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.formats import find_format
@@ -18,6 +17,7 @@ from hsconnector.formats.check import EXPORT_TOLERANCES, Finding, check_export
 from hsconnector.formats.manifest import read_manifest
 from hsconnector.formats.norm import load_norm
 from hsconnector.formats.sample import Sample
+from hsconnector.reference.model import ReferenceModel
 from tests.formats.conftest import ROWS, Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, captured_states

@@ -20,8 +20,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hsconnector.capture.header import open_header
 from hsconnector.capture.protocol import FailReason
-from hsconnector.capture.shard import open_header
 from hsconnector.formats.manifest import Description, Manifest, read_manifest
 from tests.feeding import Feeder
 from tests.formats.conftest import ROWS, Captured
@@ -43,7 +43,7 @@ def manifest(out: Path) -> dict[str, Any]:
 
 
 def test_the_manifest_says_what_every_file_holds(captured: Captured, tmp_path: Path) -> None:
-    """CASES 14: each slot has a name that no convention of counting can mistake."""
+    """Each slot has a name that no convention of counting can mistake (BaldEagle#18)."""
     code, said = export(captured.url, "-f", "specforge-eagle3", "-o", tmp_path, "--data", captured.data)
     assert code == 0
     about, entries = manifest(tmp_path)["description"], manifest(tmp_path)["files"]

@@ -12,7 +12,8 @@ from hs_connectors.transfer import FileTransfer
 from safetensors.torch import load_file
 from speculators.data_generation.offline import check_hidden_states, get_existing_hidden_state_indices
 
-from hsconnector.capture.shard import open_header, open_shard
+from hsconnector.capture.header import open_header
+from hsconnector.capture.shard import open_shard
 from hsconnector.errors import SettingsError
 from hsconnector.formats.speculators import Speculators
 from tests.formats.conftest import ROWS, Captured
@@ -24,7 +25,7 @@ from tests.sidecar import start_sidecar
 
 
 def test_speculators_accepts_twenty_shards_unmodified(model: Path, tmp_path: Path) -> None:
-    """CASES 53: its own check takes our shards, before and after the export."""
+    """speculators' own `check_hidden_states` takes our shards, before and after the export."""
     rows = make_rows(20)
     sidecar = start_sidecar(tmp_path / "store")
     try:
@@ -82,7 +83,7 @@ def test_fewer_layers_make_new_shards(captured: Captured, tmp_path: Path) -> Non
 
 
 def test_the_split_that_speculators_makes_is_aux_and_last(captured: Captured, tmp_path: Path) -> None:
-    """CASES 12: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
+    """speculators#705: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
     export(captured.store, "-f", "speculators", "-o", tmp_path)
     for row, token_ids in enumerate(captured.rows.token_ids):
         exported = Speculators().read(tmp_path / f"hs_{row}.safetensors")

@@ -239,7 +239,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
 
 def test_a_full_quota(limited_store: SidecarThread) -> None:
-    """CASES 49."""
+    """A full disk costs the captures that find no room, and nothing else (SpecForge#426)."""
     fill_delete_resume(limited_store)
     used = sum(path.stat().st_size for path in limited_store.store.rglob("*.safetensors"))
     assert limited_store.app.store.used == used
@@ -325,7 +325,7 @@ def test_an_index_that_cannot_be_written_loses_nothing(
 
 @pytest.mark.parametrize(("policy", "state", "reason"), [("reject", "failed", "unsound"), ("warn", "ready", None)])
 def test_policies(tmp_path: Path, policy: str, state: str, reason: str | None) -> None:
-    """CASES 44."""
+    """One NaN costs its own capture only (SpecForge#104), whatever becomes of that one (speculators#615)."""
     running = start_sidecar(tmp_path / "store", on_unsound=policy)
     try:
         with Engine(running.url) as engine:

@@ -83,7 +83,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_damaged_shards_are_never_ready(store: Path, known: bool) -> None:
-    """CASES 46."""
+    """As left by a crash, a full disk or a copy that broke off (marker#970, InvokeAI#7009)."""
     good, *names = fill(store, 1 + len(HOSTILE))
     damaged = dict(zip(names, HOSTILE, strict=True))
     for name, damage in damaged.items():

@@ -192,7 +192,7 @@ def test_a_sidecar_that_stops_lets_go_of_who_waits(limited: Limited) -> None:
 
 @limits("limited", [{"captures": 100, "ttl_s": 0.05, "sweep_s": 0.01}], indirect=True)
 def test_the_sweeper_leaves_what_is_read_leased_or_not_complete(limited: Limited) -> None:
-    """CASES 66. The reader is slow: the kernel's buffers hold less than the shard."""
+    """As speculators#1011 asks. The reader is slow: the kernel's buffers hold less than the shard."""
     with Engine(limited.sidecar.url, hidden_size=1024) as engine:
         wide = rows_of(1200, hidden=1024)
         limited.sidecar.app.store.quota = None
@@ -229,7 +229,7 @@ def limited_state(url: str, name: str) -> str:
 
 @limits("limited", [{"captures": 100, "sweep_s": 600}], indirect=True)
 def test_a_reader_that_goes_away_leaves_the_shard(limited: Limited) -> None:
-    """CASES 66: an open GET is dropped; the capture is ready, and may go again."""
+    """A consumer that crashes drops its GET (speculators#1011): the capture is ready, and may go again."""
     with Engine(limited.sidecar.url, hidden_size=1024) as engine:
         limited.sidecar.app.store.quota = None
         name = engine.capture(rows_of(1200, hidden=1024))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Origins"]
+__all__ = ["ExternalRows"]
 
 
-class Origins:
+class ExternalRows:
     """Follows which blocks were filled from outside, until the engine gives them to a request that computes them.
 
     `block_size` is the hidden group's, `hit_size` the scheduler's: a local hit that does not end on its boundary is
