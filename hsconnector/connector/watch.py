@@ -164,20 +164,3 @@ def _checksum(data: torch.Tensor) -> int:
         piece = words[start : start + PIECE].to(torch.int64)
         total = total * _ODD + (piece * weights[: piece.numel()]).sum()
     return int(total)
-
-
-class Current:
-    """Whose weights the engine computes with now: those of its checkpoint, or others since.
-
-    An update is named by what it made of the parameters on this rank, so replicas that get the same update, laid out
-    alike, have the same id, and weights that come back have theirs back. After `reload_weights` with a path, which
-    vLLM notes in its configuration, the id is that of the checkpoint there. Where the model cannot be seen, each reset
-    of the caches counts as an update, and the id is random.
-    """
-
-    def __init__(self, loaded: Callable[[], tuple[str, str]], watch: Watch | None) -> None:
-        self._loaded = loaded
-        self._watch = watch
-        self._path, self._checkpoint = loaded()
-        self._fingerprint = self._read()
-        self.id = self._checkpoint

@@ -24,7 +24,7 @@ from typing import Any
 from hsconnector.connector.checkpoint import checkpoint_digest, weight_files
 from hsconnector.errors import CheckpointError
 
-__all__ = ["Weights", "hashed", "loaded_weights", "model_folder", "read_object", "without"]
+__all__ = ["Weights", "hashed", "loaded_weights", "model_folder", "read_object", "source_of", "without"]
 
 _NOT_THE_NETWORK = {
     *("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"),
@@ -48,6 +48,12 @@ class Weights:
 
     id: str
     source: str
+
+
+def source_of(vllm_config: Any) -> tuple[str, str]:
+    """Where the engine has its weights from, by name; `reload_weights` with a path changes it while the engine runs."""
+    model = vllm_config.model_config
+    return _where(model), str(model.revision or "")
 
 
 def loaded_weights(vllm_config: Any, vllm_version: str = "") -> Weights:
