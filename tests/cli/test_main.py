@@ -103,7 +103,7 @@ def test_each_setting_of_the_sidecar_is_an_option_with_a_sentence() -> None:
     [
         ("pydantic_settings", ["serve", "--help"]),
         ("uvicorn", ["serve", "--port=0"]),
-        ("xxhash", ["reindex", "--store=/none"]),
+        ("prometheus_client", ["reindex", "--store=/none"]),
     ],
 )
 def test_without_the_serve_extra_one_line_says_what_to_install(library: str, words: list[str]) -> None:
