@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,13 +158,13 @@ class _Row:
             last = max(turn for turn, message in enumerate(self._messages) if message["role"] == "assistant")
             return said, proof.check(said, trained, last)
 
-        try:
+        if not model.template.marks_turns:
             return proved(speech.of_turn)
-        except RowRefused:
-            if not model.template.marks_turns:
-                raise
-            marked = model.template.render(self._messages, self._tools, marked=True)
-            return proved(lambda turn: speech.by_marks(turn, marked))
+        if speech.is_asked_for(trained[0]):
+            with suppress(RowRefused):
+                return proved(speech.of_turn)
+        marked = model.template.render(self._messages, self._tools, marked=True)
+        return proved(lambda turn: speech.by_marks(turn, marked))
 
     def _check_ids_said(self, said: list[Said], tokens: Tokens, text: str) -> None:
         for each in said if self._read.made_ids else ():

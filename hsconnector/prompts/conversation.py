@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.prompts.roles import CALL, role_of
-from hsconnector.prompts.row import RowRefused
+from hsconnector.prompts.row import RowRefused, without_nulls
 
 __all__ = ["Conversation", "Message", "engine_messages", "read_conversation", "read_tools"]
 
@@ -164,23 +164,16 @@ def _call(call: Any, position: int) -> dict[str, Any]:
 
 def _arguments(value: Any, name: str, position: int) -> dict[str, Any]:
     """As an object; in one that came as an object a null is what Arrow fills an absent key with, and goes."""
-    arguments = (
-        _pruned(value)
-        if not isinstance(value, str)
-        else value.strip() and _parsed(value, f"a message {position} with arguments of {name!r:.40}")
-    )
+    if isinstance(value, str):
+        arguments = value.strip() and _parsed(value, f"a message {position} with arguments of {name!r:.40}")
+    else:
+        arguments = without_nulls(value)
     if not arguments:
         return {}
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise RowRefused(f"has a message {position} with arguments of {name!r:.40} that are no object, but a {kind}")
     return arguments
-
-
-def _pruned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _pruned(each) for key, each in value.items() if each is not None}
-    return [_pruned(each) for each in value] if isinstance(value, list) else value
 
 
 def _tool(tool: Any, position: int) -> dict[str, Any]:

@@ -45,7 +45,12 @@ TALKS: dict[str, list[Any]] = {
     ],
     "call last": [user("3 and 51?"), calls(ADD)],
     "nothing given": [user("When?"), calls(("now", {})), answers("noon", "functions.now:0"), says("At noon.")],
-    "deep": [user("Do."), calls(("set", {"to": {"x": [1, True, "on"]}})), answers("ok", "functions.set:0"), says("Set.")],
+    "deep": [
+        user("Do."),
+        calls(("set", {"to": {"x": [1, True, "on"]}})),
+        answers("ok", "functions.set:0"),
+        says("Set."),
+    ],
     "as text": [user("3 and 51?"), calls(("add", '{"a": 3, "b": 51}')), ADDED, says("It is 54.")],
     "thoughts": [SYSTEM, user("2+2?"), says("4", "two twos"), user("3+3?"), says("6", "two threes")],
     "last thought": [user("2+2?"), says("4"), user("3+3?"), says("6", "two threes")],
