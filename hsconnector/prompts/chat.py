@@ -91,6 +91,8 @@ class ChatTokenizer:
 
     def tokens(self, text: str) -> Tokens:
         """A rendered text as the engine tokenises it: nothing is added to what the template wrote."""
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise RowRefused("has a conversation with half a surrogate pair, which is no text")
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Tokens.of(coded["input_ids"], coded["offset_mapping"])
 

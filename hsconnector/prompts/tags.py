@@ -163,7 +163,7 @@ def _call(call: dict[str, Any], turn: int, at: int, tagger: Tagger) -> dict[str,
     function, key = call["function"], f"tool_calls[{at}]"
     literals = tuple(_literals(function["arguments"]))
     name = tagger.tag(function["name"], turn, f"{key}.name", literals=literals)
-    if function["name"] in str(call["id"]):
+    if function["name"] in call["id"]:
         tagger.ids[call["id"]] = call["id"].replace(function["name"], name)
     arguments = _argument(function["arguments"], turn, f"{key}.arguments", tagger)
     return {
