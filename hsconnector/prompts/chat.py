@@ -19,7 +19,7 @@ from hsconnector.prompts.tags import Rendering, place
 from hsconnector.prompts.template import Template
 from hsconnector.prompts.tokens import Tokens
 
-__all__ = ["ChatTokenizer", "load_tokenizer"]
+__all__ = ["ChatTokenizer", "as_given", "load_tokenizer"]
 
 
 def load_tokenizer(
@@ -86,7 +86,7 @@ class ChatTokenizer:
         read = read_conversation(conversation, self.preparation.roles)
         given_tools = read_tools(tools)
         model = self._model(given_tools)
-        messages = _as_given(read.messages, model.template)
+        messages = as_given(read.messages, model.template)
         return _Row(self, model, read, messages, given_tools).encoded()
 
     def tokens(self, text: str) -> Tokens:
@@ -193,7 +193,7 @@ def _mask(said: Collection[Said], length: int) -> list[int]:
     return mask
 
 
-def _as_given(messages: list[Message], template: Template) -> list[Message]:
+def as_given(messages: list[Message], template: Template) -> list[Message]:
     """The messages as vLLM 0.32 hands them to a template, by what the template knows (`vllm/renderers/hf.py`)."""
     given = messages
     if any(message["role"] == "developer" for message in messages) and not template.knows("developer"):

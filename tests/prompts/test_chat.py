@@ -152,7 +152,7 @@ def test_a_thought_is_trained_on_whatever_its_field_is_called(field: str) -> Non
 
 
 def test_an_empty_thought_is_not_trained_on_with_thinking_on_or_off() -> None:
-    """SpecForge#419, vllm#17356."""
+    """vllm#17356."""
     for options in ({}, {"template_kwargs": {"enable_thinking": False}}):
         encoded = chat_of("qwen3", **options).encode(TALKS["plain"])
         covered = [token for token, flag in zip(encoded.token_ids, encoded.loss_mask, strict=True) if flag]
@@ -177,7 +177,7 @@ def test_a_turn_that_its_row_excludes_is_not_trained_on_whatever_the_flag() -> N
 
 
 def test_the_last_turn_only() -> None:
-    """axolotl#2662."""
+    """sgl-project/SpecForge#419."""
     assert said(None, TALK, train_on="last") == ["bye<|end|>"]
     assert said(None, [*TALK[:4], {**TALK[4], "loss": False}], train_on="last") == []
 

@@ -51,7 +51,7 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], fault:
 
 
 def test_a_row_without_a_token_that_counts_is_dropped() -> None:
-    """SpecForge#445, open-instruct#806."""
+    """sgl-project/SpecForge#445, allenai/open-instruct#806."""
     dropped = read({"input_ids": [1, 2], "loss_mask": [0, 0]})
     assert dropped == Dropped(7, "7", "has 0 tokens that count, wanted are 1 or more", DropReason.UNTRAINED)
     assert isinstance(read({**ROW}, min_trained_tokens=2), Prompt)
@@ -61,7 +61,7 @@ def test_a_row_without_a_token_that_counts_is_dropped() -> None:
 
 @pytest.mark.parametrize(("wanted", "taken"), [(3, 0), (0, 3), (3, 9), (9, 3)])
 def test_a_row_that_is_too_long_is_refused_dropped_or_cut(wanted: int, taken: int) -> None:
-    """SpecForge#419: 3,000 tokens against an engine that takes 2,047."""
+    """axolotl-ai-cloud/axolotl#2662."""
     refused = read(ROW, taken, max_tokens=wanted)
     assert type(refused) is Missing and "has 4 tokens" in refused.reason
     assert ("at most 3 are wanted" if wanted == 3 else "the engine takes 3") in refused.reason
