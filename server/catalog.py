@@ -18,7 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from hsconnector.capture.protocol import CaptureState
-from hsconnector.capture.record import Record, client_ids, kept
+from hsconnector.capture.record import CaptureRecord, client_ids, kept
 from hsconnector.errors import BrokenIndex, IndexFault
 from hsconnector.storage import queries, sqlite
 from hsconnector.storage.connection import Connection
@@ -58,7 +58,7 @@ class Catalog(Index):
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self._durable = durable
-        self._pending: dict[str, Record] = {}
+        self._pending: dict[str, CaptureRecord] = {}
         self.path = path
         try:
             self._open()
@@ -80,7 +80,7 @@ class Catalog(Index):
         self._move_aside(fault)
         self._open()
 
-    def put(self, record: Record) -> None:
+    def put(self, record: CaptureRecord) -> None:
         """Sets a capture; visible to `get` at once, kept by the next `flush`."""
         self._pending[record.capture_id] = kept(record)
 
@@ -123,11 +123,11 @@ class Catalog(Index):
             return 0
         return len(found)
 
-    def get(self, capture_id: str) -> Record | None:
+    def get(self, capture_id: str) -> CaptureRecord | None:
         """One capture, or None."""
         return self._pending.get(capture_id) or super().get(capture_id)
 
-    def with_content(self, hashes: Sequence[str]) -> list[Record]:
+    def with_content(self, hashes: Sequence[str]) -> list[CaptureRecord]:
         """The captures of these content hashes, oldest first, whatever their state."""
         records = {record.capture_id: record for record in super().with_content(hashes)}
         wanted = frozenset(hashes)
@@ -140,13 +140,13 @@ class Catalog(Index):
         """The ids of the captures in a state, oldest first; on the writer's thread."""
         return (capture_id for (capture_id,) in self._writer.each(queries.IDS, state=state))
 
-    def _write(self, batch: Sequence[Record]) -> None:
+    def _write(self, batch: Sequence[CaptureRecord]) -> None:
         with self._writer.transaction():
             self._writer.run(_PUT, *map(_row, batch))
             names = (name for record in batch for name in _names(record.capture_id, record.request_id))
             self._writer.run(_PUT_NAME, *names)
 
-    def _fits(self, record: Record) -> bool:
+    def _fits(self, record: CaptureRecord) -> bool:
         """Writes one record of a batch that failed; a record that can never be written is not tried again."""
         try:
             self._write([record])
@@ -181,7 +181,7 @@ class Catalog(Index):
         )
 
 
-def _row(record: Record) -> dict[str, object]:
+def _row(record: CaptureRecord) -> dict[str, object]:
     return {
         "capture_id": record.capture_id,
         "folder": record.capture_id[-2:],

@@ -30,7 +30,7 @@ from hsconnector.capture.protocol import (
     Rows,
     Span,
 )
-from hsconnector.capture.record import Finding, Record, Verdict, client_ids, record_of, returns
+from hsconnector.capture.record import CaptureRecord, Finding, FindingKind, Verdict, client_ids, record_of
 from hsconnector.errors import RingError
 from server.assembler import Assembly, Step
 from server.catalog import Catalog
@@ -86,7 +86,7 @@ class Ingest:
         """Bytes of shards that have got their place or left it, ever; read from any thread."""
         self.streams: dict[str, Stream] = {}
         self._owners: dict[str, Stream] = {}
-        self._finished: list[Record] = []
+        self._finished: list[CaptureRecord] = []
         self._buffer = bytearray()
 
     def register(self, producer: Producer) -> ProducerAccepted:
@@ -147,17 +147,17 @@ class Ingest:
                 self._end(stream, FailReason.ENGINE_LOST, f"its engine said nothing for {silent:.1f} s")
         self.settle()
 
-    def delete(self, record: Record) -> None:
+    def delete(self, record: CaptureRecord) -> None:
         """Removes a final capture's shard and leaves a tombstone; one that the store has lost does not come back."""
         known = self.catalog.get(record.capture_id)
-        if known is not None and returns(known):
+        if known is not None and known.lost:
             self.store.remove(known.capture_id, 0)
             self._expire(msgspec.structs.replace(known, reason=None), "deleted")
         else:
             self.remove(record, "deleted")
         self.settle()
 
-    def remove(self, record: Record, detail: str, reason: FailReason | None = None) -> bool:
+    def remove(self, record: CaptureRecord, detail: str, reason: FailReason | None = None) -> bool:
         """The same, told to nobody before `settle`; False where it had gone before."""
         known = self.catalog.get(record.capture_id)
         if known is None or known.state not in (CaptureState.READY, CaptureState.QUARANTINED, CaptureState.FAILED):
@@ -167,7 +167,7 @@ class Ingest:
         self._expire(msgspec.structs.replace(known, reason=reason), detail)
         return True
 
-    def gone(self, record: Record) -> None:
+    def gone(self, record: CaptureRecord) -> None:
         """Notes that a shard's file is not there any more; where it is again at a later start, so is the capture."""
         self.remove(record, "its shard file is gone", FailReason.STORE_ERROR)
         self.settle()
@@ -295,7 +295,7 @@ class Ingest:
             return step
         outcome = self._judge(stream, capture, message)
         if outcome.state is CaptureState.FAILED:
-            capture.assembly.fail(FailReason.UNSOUND, _sentence(outcome.verdict))
+            capture.assembly.fail(FailReason.UNSOUND, outcome.verdict.phrase)
             return Step.REFUSED
         capture_id = capture.assembly.info.capture_id
         folder = self.store.folder(capture_id, outcome.state)
@@ -315,7 +315,7 @@ class Ingest:
             msgspec.structs.replace(
                 record_of(stream.producer, capture.assembly.info),
                 state=outcome.state,
-                detail="" if outcome.verdict.sound else _sentence(outcome.verdict),
+                detail=outcome.verdict.phrase,
                 num_rows=message.num_rows,
                 finish_reason=message.finish_reason[:64],
                 content_hash=outcome.content_hash,
@@ -342,7 +342,7 @@ class Ingest:
             verdict = _with_wrong_hash(verdict, info.expected_content_hash, found)
         state = CaptureState.READY
         if not verdict.sound:
-            log.warning("capture %s: unsound: %s", info.capture_id, _sentence(verdict))
+            log.warning("capture %s: unsound: %s", info.capture_id, verdict.phrase)
             state = _UNSOUND[self.settings.on_unsound]
             for reason in verdict.reasons:
                 self.metrics.findings.labels(reason).inc()
@@ -390,13 +390,13 @@ class Ingest:
         stream.end()
         self.metrics.producers.set(len(self.streams))
 
-    def _finish(self, record: Record) -> None:
+    def _finish(self, record: CaptureRecord) -> None:
         record = msgspec.structs.replace(record, finished=time.time())
         self.catalog.put(record)
         self._finished.append(record)
         self.metrics.captures.labels(record.state, record.reason or "").inc()
 
-    def _expire(self, record: Record, detail: str) -> None:
+    def _expire(self, record: CaptureRecord, detail: str) -> None:
         record = msgspec.structs.replace(
             record, state=CaptureState.EXPIRED, detail=detail, size=0, finished=time.time()
         )
@@ -450,24 +450,17 @@ def _failed(reason: FailReason, detail: str) -> MessageAnswer:
     return MessageAnswer(MessageStatus.FAILED, CaptureState.FAILED, reason, detail)
 
 
-def _known(record: Record, status: MessageStatus) -> MessageAnswer:
-    return MessageAnswer(status, record.state, record.reason, record.detail)
+def _known(record: CaptureRecord, status: MessageStatus) -> MessageAnswer:
+    reason = FailReason(record.reason) if record.reason else None
+    return MessageAnswer(status, record.state, reason, record.detail)
 
 
 def _with_wrong_hash(verdict: Verdict, expected: str, found: str) -> Verdict:
-    wrong = Finding("wrong_content_hash", 1, detail=f"expected {expected[:64]}, the capture has {found}")
+    wrong = Finding(FindingKind.WRONG_CONTENT_HASH, 1, detail=f"expected {expected[:64]}, the capture has {found}")
     return Verdict(False, (*verdict.reasons, wrong.reason), (*verdict.findings, wrong), verdict.slots)
 
 
-def _sentence(verdict: Verdict) -> str:
-    parts = []
-    for finding in verdict.findings:
-        where = [f"{name} {list(found)}" for name, found in (("rows", finding.rows), ("slots", finding.slots)) if found]
-        parts.append(" ".join([finding.reason, *where, finding.detail]).strip())
-    return "; ".join(parts)
-
-
-def _names(record: Record) -> Iterator[str]:
+def _names(record: CaptureRecord) -> Iterator[str]:
     yield record.capture_id
     yield f"request:{record.request_id}"
     for name in client_ids(record.request_id):

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.capture.protocol import CaptureState, FailReason
-from hsconnector.capture.record import Record
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import StoreError
 from server.metrics import Metrics
 from server.refusals import Refusal
@@ -82,7 +82,7 @@ ON CONFLICT (queue, consumer, outcome) DO UPDATE SET count = count + excluded.co
 """
 _NOBODY_HOLDS = """NOT EXISTS (SELECT 1 FROM lease_items AS held
     WHERE held.capture_id = captures.capture_id AND held.state = 'leased')"""
-_decode = msgspec.msgpack.Decoder(Record).decode
+_decode = msgspec.msgpack.Decoder(CaptureRecord).decode
 
 
 class Outcome(enum.StrEnum):
@@ -123,7 +123,7 @@ class LeaseFilter(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     """Created at or after, seconds since the epoch."""
 
-    def admits(self, record: Record) -> bool:
+    def admits(self, record: CaptureRecord) -> bool:
         """What the index has no column for."""
         return (
             (self.model_revision is None or record.model_revision == self.model_revision)
@@ -147,7 +147,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class Lent(msgspec.Struct, frozen=True):
     """A capture of a lease."""
 
-    record: Record
+    record: CaptureRecord
     deliveries: int
     """How often it has been lent in this queue; 1 the first time."""
 
@@ -290,7 +290,7 @@ class Leases:
             query = "SELECT count(*) FROM lease_items WHERE state = 'leased' AND queue = ?"
             return int(self._db.execute(query, (queue,)).fetchone()[0])
 
-    def unheld(self, kind: Unheld, *, created_before: float | None = None) -> Iterator[Record]:
+    def unheld(self, kind: Unheld, *, created_before: float | None = None) -> Iterator[CaptureRecord]:
         """Captures with a shard that no lease holds now, oldest first; the index must be flushed."""
         self.expire()
         clauses = [_NOBODY_HOLDS]
@@ -335,7 +335,7 @@ class Leases:
     def _has_acked(self) -> bool:
         return self._db.execute("SELECT 1 FROM lease_items WHERE state = 'acked' LIMIT 1").fetchone() is not None
 
-    def _records(self, query: str, values: tuple[object, ...]) -> Iterator[Record]:
+    def _records(self, query: str, values: tuple[object, ...]) -> Iterator[CaptureRecord]:
         with contextlib.closing(self._db.execute(query, values)) as rows:
             for (record,) in rows:
                 yield _decode(record)
@@ -349,7 +349,7 @@ class Leases:
             size += record.size
             yield Lent(record, deliveries + 1)
 
-    def _free(self, queue: str, filters: LeaseFilter) -> Iterator[tuple[Record, int]]:
+    def _free(self, queue: str, filters: LeaseFilter) -> Iterator[tuple[CaptureRecord, int]]:
         """Free captures in the order in which they began, from the first that is not done for good in this queue."""
         if len(self._floors) > MAX_FLOORS:
             self._floors.clear()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hsconnector.capture.protocol import CaptureState, FailReason
+from hsconnector.capture.record import FindingKind
 
-__all__ = ["OUTCOMES", "REASONS", "REMOVED", "Metrics"]
-
-REASONS = ("non_finite", "zero_rows", "zero_slots", "constant_rows", "equal_slots", "wrong_content_hash")
-"""Every reason a verdict can give."""
+__all__ = ["OUTCOMES", "REMOVED", "Metrics"]
 
 OUTCOMES = ("delivered", "redelivered", "acked", "released", "expired", "late")
 """Every outcome of a lease."""
@@ -81,7 +79,7 @@ class Metrics:
             self.captures.labels(state, "")
         for reason in FailReason:
             self.captures.labels(CaptureState.FAILED, reason)
-        for finding in REASONS:
+        for finding in FindingKind:
             self.findings.labels(finding)
         for result in ("taken", "repeated", "refused"):
             self.batches.labels(result)

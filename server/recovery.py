@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from hsconnector.capture.protocol import CaptureState, FailReason, is_capture_id
-from hsconnector.capture.record import Record, Verdict, returns
+from hsconnector.capture.record import CaptureRecord, Verdict
 from hsconnector.errors import ShardError, StoreError
 from server.catalog import Catalog, is_broken, refusal, two_hex
 from server.metrics import Metrics
@@ -155,7 +155,7 @@ def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
     return header, judge.verdict(token_ids)
 
 
-def record_of_shard(path: Path, state: CaptureState) -> Record:
+def record_of_shard(path: Path, state: CaptureState) -> CaptureRecord:
     """A capture's record from its shard alone; raises `ShardError`."""
     header, verdict = inspect_shard(path)
     facts = header.metadata
@@ -163,7 +163,7 @@ def record_of_shard(path: Path, state: CaptureState) -> Record:
         raise ShardError(f"the shard belongs to capture {facts.get('capture_id')!r}")
     status = path.stat()
     try:
-        record = Record(
+        record = CaptureRecord(
             capture_id=facts["capture_id"],
             request_id=facts["request_id"],
             state=state,
@@ -207,8 +207,8 @@ class Scan:
     catalog: Catalog
     metrics: Metrics
     folder: str
-    known: dict[str, Record]
-    trusted: dict[str, Record]
+    known: dict[str, CaptureRecord]
+    trusted: dict[str, CaptureRecord]
     """What of `known` need not be read again."""
 
     def area(self, state: CaptureState) -> dict[str, int]:
@@ -224,7 +224,7 @@ class Scan:
         found = (self._whole(path, state) for path in paths)
         return {record.capture_id: record.size for record in found if record is not None}
 
-    def _whole(self, path: Path, state: CaptureState) -> Record | None:
+    def _whole(self, path: Path, state: CaptureState) -> CaptureRecord | None:
         try:
             return self._read(path, state)
         except ShardError as error:
@@ -233,7 +233,7 @@ class Scan:
             log.error("%s cannot be read now, it stays there and is not listed: %s", path, error)
         return None
 
-    def _read(self, path: Path, state: CaptureState) -> Record | None:
+    def _read(self, path: Path, state: CaptureState) -> CaptureRecord | None:
         if path.name.startswith(".") and path.name.endswith(".part"):
             path.unlink()
             return None
@@ -247,17 +247,17 @@ class Scan:
         known = record or self.known.get(capture_id) or self.catalog.get(capture_id)
         _check_name(path, self.folder, known)
         found = _as_known(record_of_shard(path, state), known)
-        if known is not None and returns(known):
+        if known is not None and known.lost:
             log.info("capture %s: its shard is here again, it is %s", capture_id, state)
         self.catalog.put(found)
         return found
 
 
-def _as_known(found: Record, known: Record | None) -> Record:
+def _as_known(found: CaptureRecord, known: CaptureRecord | None) -> CaptureRecord:
     """A shard does not say when it was finished nor what was expected of it; the index may."""
     if known is None or known.data_hash != found.data_hash:
         return found
-    if returns(known):
+    if known.lost:
         return msgspec.structs.replace(found, verdict=known.verdict or found.verdict)
     return msgspec.structs.replace(found, finished=known.finished, detail=known.detail, verdict=known.verdict)
 
@@ -275,22 +275,22 @@ def _remove_orphan(lock: Path) -> None:
             os.close(fd)
 
 
-def _check_name(path: Path, folder: str, record: Record | None) -> None:
+def _check_name(path: Path, folder: str, record: CaptureRecord | None) -> None:
     capture_id = path.name.removesuffix(_SUFFIX)
     if not path.name.endswith(_SUFFIX) or not is_capture_id(capture_id) or capture_id[-2:] != folder:
         raise ShardError("its name is not that of a shard of this folder")
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ShardError("it is not a regular file")
-    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED) and not returns(record):
+    if record is not None and record.state in (CaptureState.FAILED, CaptureState.EXPIRED) and not record.lost:
         raise ShardError(f"the index says that this capture is {record.state}")
 
 
-def _unchanged(path: Path, record: Record) -> bool:
+def _unchanged(path: Path, record: CaptureRecord) -> bool:
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (record.size, record.mtime_ns)
 
 
-def _without_shard(record: Record, catalog: Catalog, metrics: Metrics) -> None:
+def _without_shard(record: CaptureRecord, catalog: Catalog, metrics: Metrics) -> None:
     if record.state is CaptureState.RECEIVING:
         state, reason = CaptureState.FAILED, FailReason.SIDECAR_RESTARTED
         detail = "the sidecar ended while this was being received"

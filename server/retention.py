@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from hsconnector.capture.protocol import CaptureState, FailReason
-from hsconnector.capture.record import Record
+from hsconnector.capture.record import CaptureRecord
 from server.catalog import Catalog, Filter
 from server.leases import Leases, Unheld
 from server.metrics import Metrics
@@ -61,7 +61,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Leaving(msgspec.Struct, frozen=True):
     """A capture that goes, or would."""
 
-    record: Record
+    record: CaptureRecord
     why: Why
 
 
@@ -71,7 +71,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Filter
     created_before: float | None = None
 
-    def admits(self, record: Record) -> bool:
+    def admits(self, record: CaptureRecord) -> bool:
         """What the index does not decide."""
         return self.created_before is None or record.created < self.created_before
 
@@ -99,7 +99,7 @@ class Retention:
         catalog: Catalog,
         leases: Leases,
         readers: Readers,
-        remove: Callable[[Record, str, FailReason | None], bool],
+        remove: Callable[[CaptureRecord, str, FailReason | None], bool],
         metrics: Metrics,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -199,7 +199,7 @@ class Retention:
             if known is not None and known.size and not self._readers.has(record.capture_id):
                 yield Leaving(record, why)
 
-    def _selected(self, selection: Selection) -> Iterator[Record]:
+    def _selected(self, selection: Selection) -> Iterator[CaptureRecord]:
         self._catalog.flush()
         cursor: str | None = ""
         while cursor is not None:
@@ -211,7 +211,7 @@ class Retention:
             )
             cursor = page.next_cursor
 
-    def _is_held(self, record: Record) -> bool:
+    def _is_held(self, record: CaptureRecord) -> bool:
         return self._readers.has(record.capture_id) or self._leases.is_held(record.capture_id)
 
 

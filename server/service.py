@@ -21,7 +21,7 @@ from hsconnector.capture.protocol import (
     decode_batch,
     is_capture_id,
 )
-from hsconnector.capture.record import Record, describe, returns
+from hsconnector.capture.record import CaptureRecord, describe
 from hsconnector.errors import (
     CaptureError,
     CaptureExpired,
@@ -134,12 +134,12 @@ class Sidecar:
                 stream.waiting -= 1
                 stream.touch()
 
-    async def find(self, capture_id: str, wait_s: float = 0) -> Record:
+    async def find(self, capture_id: str, wait_s: float = 0) -> CaptureRecord:
         """A capture, waiting for its end; raises `CaptureNotFound`."""
         if not is_capture_id(capture_id):
             raise CaptureNotFound(f"{capture_id[:64]!r} is not a capture id (32 lower-case hex digits)")
 
-        async def ask() -> Record | None:
+        async def ask() -> CaptureRecord | None:
             return await asyncio.to_thread(self.catalog.get, capture_id)
 
         record = await self._until(capture_id, ask, _is_final, wait_s)
@@ -147,10 +147,10 @@ class Sidecar:
             raise CaptureNotFound(f"no capture {capture_id} is known here", capture_id=capture_id)
         return record
 
-    async def of_request(self, request_id: str, wait_s: float = 0) -> list[Record]:
+    async def of_request(self, request_id: str, wait_s: float = 0) -> list[CaptureRecord]:
         """The captures of a request id, waiting until there are some and all are final; raises `CaptureNotFound`."""
 
-        async def ask() -> list[Record]:
+        async def ask() -> list[CaptureRecord]:
             return await asyncio.to_thread(self.catalog.of_request, request_id)
 
         records = await self._until(
@@ -165,7 +165,7 @@ class Sidecar:
         ask = functools.partial(self.catalog.page, wanted, limit=limit, cursor=cursor, oldest_first=oldest_first)
         return await asyncio.to_thread(ask)
 
-    async def with_content(self, hashes: Sequence[str]) -> list[Record]:
+    async def with_content(self, hashes: Sequence[str]) -> list[CaptureRecord]:
         """The captures of these content hashes, oldest first."""
         return await asyncio.to_thread(self.catalog.with_content, hashes)
 
@@ -179,27 +179,27 @@ class Sidecar:
         if record.state is CaptureState.RECEIVING:
             message = f"capture {capture_id} is being received; delete it when it is final"
             raise Refusal(409, "capture_receiving", message)
-        if record.state is not CaptureState.EXPIRED or returns(record):
+        if record.state is not CaptureState.EXPIRED or record.lost:
             await self._write(self._ingest.delete, record)
 
-    async def note_gone(self, record: Record) -> CaptureExpired:
+    async def note_gone(self, record: CaptureRecord) -> CaptureExpired:
         """A shard that was ready is not there: from now on the capture is expired."""
         await self._write(self._ingest.gone, record)
         return CaptureExpired(f"the shard of capture {record.capture_id} is gone", capture_id=record.capture_id)
 
-    def shard_path(self, record: Record, *, quarantined: bool) -> Path:
+    def shard_path(self, record: CaptureRecord, *, quarantined: bool) -> Path:
         """Where a readable capture's shard lies; otherwise raises the `CaptureError` that says why not."""
         if record.state is CaptureState.READY or (quarantined and record.state is CaptureState.QUARANTINED):
             return self.store.shard(record.capture_id, record.state)
         raise _unreadable(record)
 
-    def describe(self, record: Record) -> dict[str, Any]:
+    def describe(self, record: CaptureRecord) -> dict[str, Any]:
         """A capture as JSON."""
         has_shard = record.state in (CaptureState.READY, CaptureState.QUARANTINED)
         path = str(self.store.shard(record.capture_id, record.state)) if has_shard else None
         return describe(record, self.public_url, path, num_rows=self._ingest.progress(record.capture_id))
 
-    def handle(self, record: Record) -> str:
+    def handle(self, record: CaptureRecord) -> str:
         """The absolute URL of a capture."""
         return f"{self.public_url}/v1/captures/{record.capture_id}"
 
@@ -259,11 +259,11 @@ class Sidecar:
                 log.exception("%s failed", function.__qualname__)
 
 
-def _is_final(record: Record | None) -> bool:
+def _is_final(record: CaptureRecord | None) -> bool:
     return record is not None and record.state is not CaptureState.RECEIVING
 
 
-def _unreadable(record: Record) -> CaptureError:
+def _unreadable(record: CaptureRecord) -> CaptureError:
     name, reason = f"capture {record.capture_id}", str(record.reason or record.state)
     given = {"capture_id": record.capture_id, "reason": reason}
     if record.state is CaptureState.RECEIVING:

@@ -1,15 +1,8 @@
 """Is this capture sound? Judged on the raw bits of every row, as the rows arrive.
 
-Reasons, all stable strings:
-
-- `non_finite`      an infinity or NaN
-- `zero_rows`       a row that is zero in every slot
-- `zero_slots`      a slot that is zero in every row
-- `constant_rows`   a run of `MIN_RUN` or more consecutive rows, equal in every slot, whose token ids are not all the
-                    same (a model may well give equal rows for one token repeated), or a row each of whose slots
-                    repeats one value. Zero rows are not counted again here.
-- `equal_slots`     two slots that are equal in every row
-- `wrong_content_hash`  model, layers and token ids are not the ones that were expected
+What can be wrong is listed in `FindingKind`. A run counts as `constant_rows` from `MIN_RUN` rows on and only where
+its token ids are not all the same, for a model may well give equal rows for one token repeated; rows of zeros are
+`zero_rows` and not counted there again. `wrong_content_hash` is not judged here: it needs no row.
 
 bfloat16, float16 and float32 compare as integers once the sign is looked at apart, so the largest unsigned and the
 largest signed element of a slot tell at memory speed whether it is finite, whether it is zero, and its extremes.
@@ -26,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsconnector.capture.record import Finding, SlotStats, Verdict
+from hsconnector.capture.record import Finding, FindingKind, SlotStats, Verdict
 
 __all__ = ["LISTED", "MIN_RUN", "NORM_EVERY", "Judge"]
 
@@ -119,7 +112,7 @@ class Judge:
         tokens = np.frombuffer(token_ids, "<i8")
         found = (
             self._non_finite(),
-            Finding("zero_rows", self._zero.count, tuple(self._zero.first)),
+            Finding(FindingKind.ZERO_ROWS, self._zero.count, tuple(self._zero.first)),
             self._zero_slots(),
             self._constant(tokens),
             self._equal_slots(),
@@ -182,13 +175,15 @@ class Judge:
 
     def _non_finite(self) -> Finding:
         slots = np.nonzero(self._bad_count)[0][:LISTED]
-        return Finding("non_finite", self._bad.count, tuple(self._bad.first), tuple(int(slot) for slot in slots))
+        return Finding(
+            FindingKind.NON_FINITE, self._bad.count, tuple(self._bad.first), tuple(int(slot) for slot in slots)
+        )
 
     def _zero_slots(self) -> Finding:
         slots = [int(slot) for slot in np.nonzero(self._zero_count == self.rows)[0]]
         if len(slots) == len(self.layer_ids):
-            return Finding("zero_slots", 0)
-        return Finding("zero_slots", len(slots), slots=tuple(slots[:LISTED]))
+            return Finding(FindingKind.ZERO_SLOTS, 0)
+        return Finding(FindingKind.ZERO_SLOTS, len(slots), slots=tuple(slots[:LISTED]))
 
     def _constant(self, tokens: npt.NDArray[Any]) -> Finding:
         rows = set(self._flat.first)
@@ -197,13 +192,16 @@ class Judge:
             if (tokens[start:stop] != tokens[start]).any():
                 count += stop - start
                 rows.update(range(start, min(stop, start + LISTED)))
-        return Finding("constant_rows", count, tuple(sorted(rows)[:LISTED]))
+        return Finding(FindingKind.CONSTANT_ROWS, count, tuple(sorted(rows)[:LISTED]))
 
     def _equal_slots(self) -> Finding:
         slots = sorted(slot for group in self._groups for slot in group)
         named = [[self.layer_ids[slot] for slot in group] for group in self._groups]
         return Finding(
-            "equal_slots", len(slots), slots=tuple(slots[:LISTED]), detail=f"layer ids {named}" if named else ""
+            FindingKind.EQUAL_SLOTS,
+            len(slots),
+            slots=tuple(slots[:LISTED]),
+            detail=f"layer ids {named}" if named else "",
         )
 
     def _stats(self) -> tuple[SlotStats, ...]:

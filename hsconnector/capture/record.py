@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,26 +13,49 @@ from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason, 
 __all__ = [
     "CaptureRecord",
     "Finding",
-    "Record",
+    "FindingKind",
     "SlotStats",
     "Verdict",
     "client_ids",
     "describe",
     "kept",
     "record_of",
-    "returns",
 ]
+
+
+class FindingKind(enum.StrEnum):
+    """What can be wrong with a whole capture; stable strings, on the wire and as metric labels."""
+
+    NON_FINITE = "non_finite"
+    """An infinity or NaN."""
+    ZERO_ROWS = "zero_rows"
+    """Rows that are zero in every slot."""
+    ZERO_SLOTS = "zero_slots"
+    """Slots that are zero in every row."""
+    CONSTANT_ROWS = "constant_rows"
+    """A run of rows equal in every slot though their tokens differ, or rows each of whose slots repeats one value."""
+    EQUAL_SLOTS = "equal_slots"
+    """Slots that are equal in every row."""
+    WRONG_CONTENT_HASH = "wrong_content_hash"
+    """Model, layers and token ids are not the ones that were expected."""
 
 
 class Finding(msgspec.Struct, frozen=True):
     """One thing that is wrong, and where."""
 
     reason: str
+    """A `FindingKind`, or one that only a newer sidecar knows."""
     count: int
     """Rows concerned (slots, for `zero_slots` and `equal_slots`)."""
     rows: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     detail: str = ""
+
+    @property
+    def phrase(self) -> str:
+        """ "zero_rows in rows [3, 4]"."""
+        places = [f"in {what} {list(found)}" for what, found in (("rows", self.rows), ("slots", self.slots)) if found]
+        return " ".join([self.reason, *places, self.detail]).rstrip()
 
 
 class SlotStats(msgspec.Struct, frozen=True):
@@ -57,17 +80,25 @@ class Verdict(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
     slots: tuple[SlotStats, ...] = ()
 
+    @property
+    def phrase(self) -> str:
+        """Every finding and where it is; empty for a sound capture."""
+        return "; ".join(finding.phrase for finding in self.findings)
+
 
 class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sidecar knows of one capture, without its tensors."""
+    """What is known of one capture without its tensors; replaced whole when something changes.
+
+    The index keeps it as a msgpack map by field name, `describe` shows it as JSON, a client reads that JSON back.
+    """
 
     capture_id: str
-    state: CaptureState
-    reason: str | None = None
-    """Why it failed; a value of `hsconnector.capture.protocol.FailReason`."""
-    detail: str = ""
     request_id: str = ""
     """The engine's: the client's, with a prefix and a random suffix."""
+    state: CaptureState
+    reason: str | None = None
+    """Why it has no shard: a `FailReason`, or one that only a newer sidecar knows."""
+    detail: str = ""
     engine_id: str = ""
     model: str = ""
     model_revision: str = ""
@@ -91,11 +122,14 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     finished: float | None = None
     size: int = 0
-    """Bytes of the shard."""
-    verdict: dict[str, Any] | None = None
+    """Bytes of the shard file."""
+    mtime_ns: int = 0
+    """When the shard file was last written, by its file system; stays with the sidecar."""
+    verdict: Verdict | None = None
     handle: str = ""
+    """The capture's URL, as a sidecar gives it; the index keeps none."""
     path: str | None = None
-    """The shard's file on the sidecar's host, where there is one."""
+    """The shard's file on the sidecar's host, where there is one; the index keeps none."""
 
     @property
     def final(self) -> bool:
@@ -107,59 +141,24 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is CaptureState.EXPIRED and self.reason == FailReason.CONSUMED
 
     @property
+    def lost(self) -> bool:
+        """Whether it expired because the store lost its shard: ready again when that is, since nobody removed it."""
+        return self.state is CaptureState.EXPIRED and self.reason == FailReason.STORE_ERROR
+
+    @property
     def unsound(self) -> tuple[str, ...]:
         """The verdict's reasons; empty for a sound capture and for one not judged yet."""
-        return tuple((self.verdict or {}).get("reasons", ()))
+        return self.verdict.reasons if self.verdict else ()
 
     @property
     def findings(self) -> str:
         """What the verdict found and where, as a phrase."""
-        found = [_finding(finding) for finding in (self.verdict or {}).get("findings", ())]
-        return "; ".join(found) or self.detail or "the verdict gives no reason"
+        return (self.verdict and self.verdict.phrase) or self.detail or "the verdict gives no reason"
 
 
-def _finding(finding: Mapping[str, Any]) -> str:
-    places = [f"in {what} {list(finding[what])}" for what in ("rows", "slots") if finding.get(what)]
-    return " ".join([finding["reason"], *places, finding.get("detail", "")]).rstrip()
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One capture; replaced whole when something changes."""
-
-    capture_id: str
-    request_id: str
-    state: CaptureState
-    reason: FailReason | None = None
-    detail: str = ""
-    engine_id: str = ""
-    model: str = ""
-    model_revision: str = ""
-    vllm_version: str = ""
-    layer_ids: tuple[int, ...] = ()
-    num_layers: int = 0
-    hidden_size: int = 0
-    dtype: str = ""
-    rows: str = ""
-    num_rows: int = 0
-    num_prompt_tokens: int = 0
-    dataset: str = ""
-    sample_id: str = ""
-    tags: dict[str, str] = {}
-    lora: str = ""
-    finish_reason: str = ""
-    content_hash: str = ""
-    data_hash: str = ""
-    created: float = 0.0
-    finished: float | None = None
-    size: int = 0
-    """Bytes of the shard file."""
-    mtime_ns: int = 0
-    verdict: Verdict | None = None
-
-
-def record_of(producer: Producer, info: CaptureInfo) -> Record:
+def record_of(producer: Producer, info: CaptureInfo) -> CaptureRecord:
     """A capture that has just begun."""
-    return Record(
+    return CaptureRecord(
         capture_id=info.capture_id,
         request_id=info.request_id,
         state=CaptureState.RECEIVING,
@@ -181,23 +180,21 @@ def record_of(producer: Producer, info: CaptureInfo) -> Record:
     )
 
 
-def returns(record: Record) -> bool:
-    """Whether a capture that has expired is ready again when its shard is: the store lost it, nobody removed it."""
-    return record.state is CaptureState.EXPIRED and record.reason is FailReason.STORE_ERROR
-
-
-def kept(record: Record) -> Record:
+def kept(record: CaptureRecord) -> CaptureRecord:
     """What the index keeps: of a capture that was removed, all but the verdict, which is most of its bytes."""
-    if record.state is not CaptureState.EXPIRED or record.verdict is None or returns(record):
+    if record.state is not CaptureState.EXPIRED or record.verdict is None or record.lost:
         return record
     return msgspec.structs.replace(record, verdict=None)
 
 
-def describe(record: Record, public_url: str, path: str | None, *, num_rows: int | None = None) -> dict[str, Any]:
+def describe(
+    record: CaptureRecord, public_url: str, path: str | None, *, num_rows: int | None = None
+) -> dict[str, Any]:
     """A capture as JSON; `path` is its shard on this host, `num_rows` what has arrived so far."""
     handle = f"{public_url}/v1/captures/{record.capture_id}"
     fields: dict[str, Any] = msgspec.to_builtins(record)
-    del fields["mtime_ns"]
+    for kept_back in ("mtime_ns", "handle", "path"):
+        del fields[kept_back]
     if num_rows is not None:
         fields["num_rows"] = num_rows
     return {

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from hsconnector.capture.record import Verdict
 from hsconnector.errors import SettingsError, ShardError, StoreError, UnsupportedError
 
 __all__ = [
@@ -61,7 +62,7 @@ class Capture:
     layer_ids: tuple[int, ...]
     metadata: Mapping[str, str] = field(repr=False)
     first_row: int = 0
-    verdict: Mapping[str, Any] | None = None
+    verdict: Verdict | None = None
     path: Path | None = None
 
     @property

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 
 from hsconnector.capture.layers import slot_name
 from hsconnector.capture.protocol import is_capture_id
-from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.record import CaptureRecord, Verdict
 from hsconnector.capture.shard import ShardHeader, open_header
 from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import CaptureNotFound
@@ -119,15 +119,15 @@ def _verdict(record: CaptureRecord) -> str:
     return "sound" if not record.unsound else f"unsound: {record.findings}"
 
 
-def _slots(layer_ids: Sequence[int], num_layers: int, verdict: Mapping[str, Any] | None) -> dict[str, str]:
-    stats = {entry["slot"]: entry for entry in (verdict or {}).get("slots", ())}
+def _slots(layer_ids: Sequence[int], num_layers: int, verdict: Verdict | None) -> dict[str, str]:
+    stats = {each.slot: each for each in verdict.slots} if verdict else {}
     lines = {}
     for slot, layer in enumerate(layer_ids):
         text = f"layer {layer} ({slot_name(layer)}{', before the final norm' if layer == num_layers else ''})"
         if slot in stats:
             seen = stats[slot]
-            text += f", mean norm {_number(seen['mean_norm'])}"
-            text += f", {_number(seen['minimum'])} to {_number(seen['maximum'])}"
+            text += f", mean norm {_number(seen.mean_norm)}"
+            text += f", {_number(seen.minimum)} to {_number(seen.maximum)}"
         lines[f"slot {slot}"] = text
     return lines
 

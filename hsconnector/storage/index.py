@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from hsconnector.capture.protocol import CaptureState
-from hsconnector.capture.record import Record
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import BrokenIndex
 from hsconnector.storage import queries
 from hsconnector.storage.connection import SharedConnection
@@ -16,13 +16,13 @@ from hsconnector.storage.queries import Filter
 
 __all__ = ["Index", "Page", "record_of"]
 
-_decode = msgspec.msgpack.Decoder(Record).decode
+_decode = msgspec.msgpack.Decoder(CaptureRecord).decode
 
 
 class Page(msgspec.Struct, frozen=True):
     """Some captures, and where the next page begins (None at the end)."""
 
-    records: list[Record]
+    records: list[CaptureRecord]
     next_cursor: str | None
 
 
@@ -40,12 +40,12 @@ class Index:
         self._finder.close()
         self._reader.close()
 
-    def get(self, capture_id: str) -> Record | None:
+    def get(self, capture_id: str) -> CaptureRecord | None:
         """One capture, or None."""
         row = self._finder.first(queries.GET, capture_id=capture_id)
         return record_of(row[0]) if row else None
 
-    def of_request(self, request_id: str) -> list[Record]:
+    def of_request(self, request_id: str) -> list[CaptureRecord]:
         """The captures of an engine's or a client's request id, oldest first; possible ones only if none is certain."""
         exact = [record_of(row[0]) for row in self._reader.rows(queries.OF_REQUEST, request_id=request_id)]
         if exact:
@@ -61,27 +61,27 @@ class Index:
         records = [record_of(row[0]) for row in rows]
         return Page(records[:limit], records[limit - 1].capture_id if len(records) > limit else None)
 
-    def with_content(self, hashes: Sequence[str]) -> list[Record]:
+    def with_content(self, hashes: Sequence[str]) -> list[CaptureRecord]:
         """The captures of these content hashes, oldest first, whatever their state."""
-        found: dict[str, Record] = {}
+        found: dict[str, CaptureRecord] = {}
         for start in range(0, len(hashes), queries.MOST_HASHES):
             query, values = queries.with_content(hashes[start : start + queries.MOST_HASHES])
             records = (record_of(row[0]) for row in self._reader.rows(query, **values))
             found |= {record.capture_id: record for record in records}
         return [found[capture_id] for capture_id in sorted(found)]
 
-    def live(self, folder: str) -> dict[str, Record]:
+    def live(self, folder: str) -> dict[str, CaptureRecord]:
         """The captures of one two-digit folder that have not failed or expired."""
         records = (record_of(row[0]) for row in self._finder.rows(queries.LIVE, folder=folder))
         return {record.capture_id: record for record in records}
 
-    def receiving(self) -> list[Record]:
+    def receiving(self) -> list[CaptureRecord]:
         """The captures that are not final."""
         rows = self._finder.rows(queries.IN_STATE, state=CaptureState.RECEIVING)
         return [record_of(row[0]) for row in rows]
 
 
-def record_of(packed: bytes) -> Record:
+def record_of(packed: bytes) -> CaptureRecord:
     """A capture as an index keeps it; raises `BrokenIndex`."""
     try:
         return _decode(packed)

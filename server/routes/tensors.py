@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import Request, Response
 
-from hsconnector.capture.record import Record
+from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import ShardError
 from server.http import MEDIA_TYPE, StreamedFile, Unsatisfiable, matches, parse_range
 from server.metrics import Metrics
@@ -20,7 +20,13 @@ __all__ = ["send_tensors"]
 
 
 async def send_tensors(
-    request: Request, sidecar: Sidecar, record: Record, *, quarantined: bool, layers: str | None, rows: str | None
+    request: Request,
+    sidecar: Sidecar,
+    record: CaptureRecord,
+    *,
+    quarantined: bool,
+    layers: str | None,
+    rows: str | None,
 ) -> Response:
     """A response with the tensors of a final capture; raises the `CaptureError` of any other."""
     path = sidecar.shard_path(record, quarantined=quarantined)
@@ -38,7 +44,7 @@ async def send_tensors(
         raise
 
 
-def _headers(sidecar: Sidecar, record: Record) -> dict[str, str]:
+def _headers(sidecar: Sidecar, record: CaptureRecord) -> dict[str, str]:
     return {
         "cache-control": "private, no-cache",
         "content-location": f"{sidecar.handle(record)}/tensors",

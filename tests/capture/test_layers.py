@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsconnector.capture import layers
 from hsconnector.capture.layers import choose_layers, dflash_layers, eagle3_layers, slot_name, trainer_counting
 from hsconnector.errors import SettingsError
-from hsconnector.layout import presets
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_presets_are_ascending_distinct_and_end_with_the_last_layer(layers: int,
 
 
 def test_all_names_exist() -> None:
-    assert [name for name in presets.__all__ if not hasattr(presets, name)] == []
+    assert [name for name in layers.__all__ if not hasattr(layers, name)] == []

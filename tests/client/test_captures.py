@@ -63,7 +63,7 @@ def test_a_capture_arrives_as_it_was_sent(sidecar: SidecarThread, client: Client
         assert capture.token_ids.tolist() == TOKENS and capture.token_ids.dtype is torch.int64
         assert (capture.layer_ids, capture.capture_id) == (LAYERS, capture_id)
         assert (capture.metadata["sample_id"], capture.metadata["model"]) == ("s1", "tiny")
-        assert capture.verdict is not None and capture.verdict["sound"]
+        assert capture.verdict is not None and capture.verdict.sound
         assert (capture.path is None) is not client.local
     assert (record.num_rows, record.hidden_size, record.tags) == (5, 16, {"split": "train"})
     assert Path(record.path or "").stat().st_size == record.size
@@ -137,7 +137,7 @@ def test_unsound_captures_are_given_only_when_asked_for(client: Client, feeder: 
     assert caught.value.reason == "zero_rows"
     capture = client.fetch(capture_id, quarantined=True, rows=(1, 3))
     assert torch.equal(capture.hidden_states, unsound[1:3])
-    assert capture.verdict is not None and not capture.verdict["sound"]
+    assert capture.verdict is not None and not capture.verdict.sound
     stale = replace(client.record(capture_id), state=CaptureState.READY, path=None)
     with pytest.raises(CaptureQuarantined, match="zero_rows"):
         client.fetch(stale)

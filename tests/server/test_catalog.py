@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hsconnector.capture.protocol import CaptureState, FailReason, new_capture_id
-from hsconnector.capture.record import Record, SlotStats, Verdict, describe
+from hsconnector.capture.record import CaptureRecord, SlotStats, Verdict, describe
 from server import catalog as module
 from server.catalog import Catalog, Filter, _where
 from server.leases import Leases, Unheld, Wanted
@@ -37,13 +37,13 @@ def catalog(path: Path) -> Iterator[Catalog]:
     opened.close()
 
 
-def record(state: CaptureState = CaptureState.READY, **facts: Any) -> Record:
+def record(state: CaptureState = CaptureState.READY, **facts: Any) -> CaptureRecord:
     now = time.time()
     given = {"capture_id": new_capture_id(), "request_id": "chatcmpl-x-0123abcd", "created": now, "finished": now}
-    return Record(**{**given, "verdict": VERDICT, "state": state, **facts})
+    return CaptureRecord(**{**given, "verdict": VERDICT, "state": state, **facts})
 
 
-def put(catalog: Catalog, *records: Record) -> None:
+def put(catalog: Catalog, *records: CaptureRecord) -> None:
     for each in records:
         catalog.put(each)
     assert catalog.flush() == ""

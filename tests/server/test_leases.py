@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from hsconnector.capture.protocol import CaptureState, new_capture_id
-from hsconnector.capture.record import Record
+from hsconnector.capture.record import CaptureRecord
 from server.catalog import Catalog
 from server.leases import Ack, Lease, LeaseFilter, Leases, Unheld, Wanted
 from server.metrics import Metrics
@@ -40,7 +40,7 @@ CONSUMERS = st.sampled_from(["a", "b", "c"])
 def ready(catalog: Catalog, *, dataset: str = "", state: CaptureState = CaptureState.READY, size: int = 10) -> str:
     name = new_capture_id()
     catalog.put(
-        Record(
+        CaptureRecord(
             capture_id=name,
             request_id="cmpl-x-0-0123abcd",
             state=state,
@@ -265,7 +265,7 @@ def test_what_nobody_will_ask_about_is_forgotten(catalog: Catalog) -> None:
     table.ack(lease.lease_id)
     record = catalog.get(name)
     assert record is not None
-    catalog.put(Record(capture_id=name, request_id=record.request_id, state=CaptureState.EXPIRED))
+    catalog.put(CaptureRecord(capture_id=name, request_id=record.request_id, state=CaptureState.EXPIRED))
     catalog.flush()
     clock += 2 * 86_400
     table.expire()
