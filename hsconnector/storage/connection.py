@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Connection:
         rows = self.rows(statement, **values)
         return rows[0] if rows else None
 
-    def each(self, statement: Statement, **values: object) -> Iterator[Row]:
+    def each(self, statement: Statement, **values: object) -> Generator[Row, None, None]:
         """The rows of a query, as they are asked for."""
         with (
             sqlite.telling(),

@@ -16,7 +16,7 @@ USER_VERSION = 2
 write these tables too, so a step back to them loses nothing."""
 
 metadata = sa.MetaData()
-EMPTY = sa.literal_column("''")
+EMPTY: sa.ColumnClause[str] = sa.literal_column("''")
 """Written out: a partial index serves only a query that repeats its condition word for word."""
 
 versions = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))

@@ -25,7 +25,8 @@ class Statement:
     def __init__(self, statement: sa.ClauseElement) -> None:
         compiled = statement.compile(dialect=DIALECT, compile_kwargs={"render_postcompile": True})
         self.text = str(compiled)
-        self._constants = {name: value for name, value in compiled.params.items() if value is not None}
+        found = ((name, value) for name, value in compiled.params.items() if value is not None)
+        self._constants = {name: str(value) if isinstance(value, str) else value for name, value in found}
 
     def with_constants(self, values: Mapping[str, object]) -> dict[str, object]:
         """All parameters."""

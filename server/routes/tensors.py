@@ -14,14 +14,14 @@ from server.metrics import Metrics
 from server.reading import Selection, ShardFile, View
 from server.refusals import bad_parameter
 from server.routes.deps import parse_layers, parse_rows
-from server.service import Sidecar
+from server.service import Service
 
 __all__ = ["send_tensors"]
 
 
 async def send_tensors(
     request: Request,
-    sidecar: Sidecar,
+    sidecar: Service,
     record: CaptureRecord,
     *,
     quarantined: bool,
@@ -44,7 +44,7 @@ async def send_tensors(
         raise
 
 
-def _headers(sidecar: Sidecar, record: CaptureRecord) -> dict[str, str]:
+def _headers(sidecar: Service, record: CaptureRecord) -> dict[str, str]:
     return {
         "cache-control": "private, no-cache",
         "content-location": f"{sidecar.handle(record)}/tensors",
