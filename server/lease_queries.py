@@ -8,7 +8,7 @@ import functools
 import sqlalchemy as sa
 
 from hsconnector.capture.protocol import CaptureState, FailReason
-from hsconnector.storage.schema import ASKED_TO_REMOVE, captures, lease_counts, lease_items, leases
+from hsconnector.storage.schema import captures, lease_counts, lease_items, leases
 from hsconnector.storage.statement import Statement, param, upsert
 from server.lease import LeaseFilter, Unheld
 
@@ -119,7 +119,7 @@ def free(filters: LeaseFilter) -> tuple[Statement, dict[str, object]]:
 
 @functools.cache
 def _free(names: tuple[str, ...]) -> Statement:
-    state = sa.func.coalesce(_item.state, ItemState.FREE)
+    state = sa.func.coalesce(_item.state, ItemState.FREE.value)
     in_queue = captures.outerjoin(lease_items, sa.and_(_of_queue, _item.capture_id == _c.capture_id))
     query = (
         sa.select(_c.seq, _c.state, state, sa.func.coalesce(_item.deliveries, 0), _c.record)
@@ -145,7 +145,7 @@ def unheld(kind: Unheld, *, by_age: bool) -> Statement:
     if kind is Unheld.ACKED:
         query = query.where(sa.exists().where(mine))
     if kind is Unheld.ASKED:
-        asked = sa.select(_item.capture_id).where(ASKED_TO_REMOVE)
+        asked = sa.select(_item.capture_id).where(_item.remove == 1)
         query = query.where(_c.capture_id.in_(asked), sa.exists().where(mine, item.c.remove == 1))
     if not by_age:
         return Statement(query.where(_c.state == param("state")).order_by(_c.capture_id))

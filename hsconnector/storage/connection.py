@@ -28,27 +28,30 @@ class Connection:
     def rows(self, statement: Statement, **values: object) -> list[Row]:
         """All rows of a query."""
         try:
-            return self._driver.execute(statement.text, statement.with_constants(values)).fetchall()
+            return self._driver.execute(statement.text, statement.values(values)).fetchall()
         except sqlite3.Error as error:
             raise sqlite.fault_of(error) from error
 
     def first(self, statement: Statement, **values: object) -> Row | None:
         """The first row of a query; None where it has none."""
-        rows = self.rows(statement, **values)
-        return rows[0] if rows else None
+        try:
+            row: Row | None = self._driver.execute(statement.text, statement.values(values)).fetchone()
+        except sqlite3.Error as error:
+            raise sqlite.fault_of(error) from error
+        return row
 
     def each(self, statement: Statement, **values: object) -> Generator[Row, None, None]:
         """The rows of a query, as they are asked for."""
         with (
             sqlite.telling(),
-            contextlib.closing(self._driver.execute(statement.text, statement.with_constants(values))) as rows,
+            contextlib.closing(self._driver.execute(statement.text, statement.values(values))) as rows,
         ):
             yield from rows
 
     def run(self, statement: Statement, *given: Mapping[str, object]) -> None:
         """Changes something, once for each mapping of values; within a transaction."""
         with sqlite.telling():
-            self._driver.executemany(statement.text, map(statement.with_constants, given))
+            self._driver.executemany(statement.text, map(statement.values, given))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -76,6 +79,10 @@ class SharedConnection(Connection):
     def rows(self, statement: Statement, **values: object) -> list[Row]:
         with self._lock:
             return super().rows(statement, **values)
+
+    def first(self, statement: Statement, **values: object) -> Row | None:
+        with self._lock:
+            return super().first(statement, **values)
 
     def close(self) -> None:
         """Waits for the query that runs."""

@@ -9,7 +9,7 @@ import msgspec
 import sqlalchemy as sa
 
 from hsconnector.capture.protocol import CaptureState
-from hsconnector.storage.schema import EMPTY, captures, client_ids
+from hsconnector.storage.schema import captures, client_ids
 from hsconnector.storage.statement import Statement, param
 
 __all__ = [
@@ -94,7 +94,7 @@ def _condition(name: str) -> sa.ColumnElement[bool]:
 
 def _not_empty(name: str) -> list[sa.ColumnElement[bool]]:
     """What the partial index of a column asks to hear."""
-    return [_c[name] != EMPTY] if name in ("sample_id", "content_hash") else []
+    return [_c[name] != ""] if name in ("sample_id", "content_hash") else []
 
 
 def with_content(hashes: Sequence[str]) -> tuple[Statement, dict[str, object]]:
@@ -110,4 +110,4 @@ def with_content(hashes: Sequence[str]) -> tuple[Statement, dict[str, object]]:
 @functools.cache
 def _with_content(length: int) -> Statement:
     hashes = [param(f"hash{number}") for number in range(length)]
-    return Statement(sa.select(_c.record).where(_c.content_hash != EMPTY, _c.content_hash.in_(hashes)))
+    return Statement(sa.select(_c.record).where(_c.content_hash != "", _c.content_hash.in_(hashes)))

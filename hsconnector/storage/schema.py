@@ -16,8 +16,6 @@ USER_VERSION = 2
 write these tables too, so a step back to them loses nothing."""
 
 metadata = sa.MetaData()
-EMPTY: sa.ColumnClause[str] = sa.literal_column("''")
-"""Written out: a partial index serves only a query that repeats its condition word for word."""
 
 versions = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
 
@@ -53,9 +51,9 @@ _index("captures_live_folder", _c.folder, where=_c.ended.is_(None))
 _index("captures_ended", _c.ended, where=_c.ended.is_not(None))
 _index("captures_request", _c.request_id)
 _index("captures_sample", _c.dataset, _c.sample_id)
-_index("captures_sample_only", _c.sample_id, where=_c.sample_id != EMPTY)
+_index("captures_sample_only", _c.sample_id, where=_c.sample_id != "")
 _index("captures_state", _c.state, _c.capture_id)
-_index("captures_content", _c.content_hash, where=_c.content_hash != EMPTY)
+_index("captures_content", _c.content_hash, where=_c.content_hash != "")
 _index("captures_created", _c.created)
 
 client_ids = sa.Table(
@@ -94,12 +92,11 @@ lease_items = sa.Table(
     sqlite_with_rowid=False,
 )
 """One capture in one queue, from its first delivery on."""
-ASKED_TO_REMOVE = lease_items.c.remove == sa.literal_column("1")
 
 _index("lease_items_capture", lease_items.c.capture_id, lease_items.c.state)
 _index("lease_items_due", lease_items.c.state, lease_items.c.deadline)
 _index("lease_items_lease", lease_items.c.lease_id)
-_index("lease_items_remove", lease_items.c.capture_id, where=ASKED_TO_REMOVE)
+_index("lease_items_remove", lease_items.c.capture_id, where=lease_items.c.remove == 1)
 
 lease_counts = sa.Table(
     "lease_counts",

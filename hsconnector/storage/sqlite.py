@@ -46,13 +46,21 @@ _WAYS_OUT = {
 
 
 class _Compiler(SQLiteCompiler):
-    """Writes `with_hint(table, "INDEXED BY name", "sqlite")` out, which SQLAlchemy's own leaves away."""
+    """Writes out what SQLAlchemy's own leaves away or gives as parameters: hints, and values that are always the same.
+
+    A partial index serves only a query that holds the words of its condition.
+    """
 
     def get_from_hint_text(self, table: Any, text: str | None) -> str | None:
         return text
 
+    def visit_bindparam(self, bindparam: Any, *places: Any, **options: Any) -> Any:
+        if bindparam.value is not None:
+            options["literal_binds"] = True
+        return super().visit_bindparam(bindparam, *places, **options)  # type: ignore[no-untyped-call]
 
-DIALECT: sa.Dialect = dialect(paramstyle="named")
+
+DIALECT: sa.Dialect = dialect()
 DIALECT.statement_compiler = _Compiler
 
 

@@ -6,6 +6,7 @@ the driver is given the compiled text.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,17 +21,22 @@ Change = Callable[[Any], Mapping[str, object]]
 
 
 class Statement:
-    """A statement's text, and the values that are always the same."""
+    """A statement's text, and how the driver takes its values."""
 
     def __init__(self, statement: sa.ClauseElement) -> None:
-        compiled = statement.compile(dialect=DIALECT, compile_kwargs={"render_postcompile": True})
+        compiled = statement.compile(dialect=DIALECT)
+        names: Sequence[str] = compiled.positiontup  # type: ignore[attr-defined]
         self.text = str(compiled)
-        found = ((name, value) for name, value in compiled.params.items() if value is not None)
-        self._constants = {name: str(value) if isinstance(value, str) else value for name, value in found}
+        self.values: Callable[[Mapping[str, object]], tuple[object, ...]] = _picker(names)
+        """From values by name to values by place."""
 
-    def with_constants(self, values: Mapping[str, object]) -> dict[str, object]:
-        """All parameters."""
-        return {**self._constants, **values}
+
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, object]], tuple[object, ...]]:
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    if names:
+        return lambda given, name=names[0]: (given[name],)  # type: ignore[misc]
+    return lambda given: ()
 
 
 def param(name: str) -> sa.BindParameter[object]:

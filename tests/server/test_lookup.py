@@ -110,7 +110,7 @@ def test_a_thousand_hashes_are_looked_up_by_the_index(sidecar: SidecarThread, fe
     assert len(look_up(sidecar.url, *hashes)) == 1
     query, values = with_content(hashes)
     with contextlib.closing(sqlite3.connect(sidecar.app.catalog.path)) as index:
-        plan = index.execute(f"EXPLAIN QUERY PLAN {query.text}", values).fetchall()
+        plan = index.execute(f"EXPLAIN QUERY PLAN {query.text}", query.values(values)).fetchall()
     assert any("captures_content" in step[3] for step in plan)
 
 
