@@ -303,7 +303,7 @@ def test_an_index_that_cannot_be_written_loses_nothing(
     engine: Engine, http: httpx.Client, sidecar: SidecarThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = sidecar.app.catalog
-    writer = catalog._writer
+    writer = catalog._writer._driver
     blocker = __import__("sqlite3").connect(catalog.path)
     writer.execute("PRAGMA busy_timeout = 1")
     blocker.execute("BEGIN IMMEDIATE")
@@ -359,5 +359,5 @@ def test_no_capture_leaves_anything_in_memory(engine: Engine, sidecar: SidecarTh
         engine.fail(engine.open())
         engine.send(opening("bad"))
     ingest = sidecar.app._ingest
-    assert (ingest._owners, ingest._finished, sidecar.app.catalog._pending) == ({}, [], {})
+    assert (ingest._owners, sidecar.app._holdings._ended, sidecar.app.catalog._pending) == ({}, [], {})
     assert ingest.streams[engine.accepted.producer_id].open == {}
