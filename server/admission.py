@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 
+from hsconnector.capture.header import header_room
 from hsconnector.capture.protocol import Batch, Open, Rows
+from hsconnector.capture.record import metadata_of
 from server.holdings import Holdings
 from server.retention import Retention
-from server.shards import header_room, metadata_of
-from server.streams import Stream
+from server.streams import ProducerStream
 from server.waiting import ROOM
 from server.writer import Writer
 
@@ -40,7 +41,7 @@ class Admission:
         self._full_since, self._full_at = 0.0, -1
         """When the store was found full, and what its turnover was then."""
 
-    async def wait_for_room(self, stream: Stream, batch: Batch) -> None:
+    async def wait_for_room(self, stream: ProducerStream, batch: Batch) -> None:
         """Returns when the batch fits, when the store has been full for too long, or when it can never fit."""
         more = bytes_needed(stream, batch)
         if not more or self._store.shortage(more) <= 0:
@@ -62,7 +63,7 @@ class Admission:
         return await self._writer.run(self._retention.make_room, more)
 
 
-def bytes_needed(stream: Stream, batch: Batch) -> int:
+def bytes_needed(stream: ProducerStream, batch: Batch) -> int:
     """Bytes of shards that a batch will add, headers and token ids included."""
     total = 0
     begun = {name for name, capture in list(stream.open.items()) if capture.reserved}

@@ -14,18 +14,18 @@ from hsconnector.capture.protocol import (
     Rows,
 )
 
-__all__ = ["Assembly", "Step"]
+__all__ = ["Action", "Assembly"]
 
 
-class Step(enum.Enum):
+class Action(enum.Enum):
     """What the caller has to do about a message."""
 
     APPLY = "apply"
-    """Write the rows, or publish; then report with `wrote` or `finish`."""
+    """Write the rows or publish the shard, then call `wrote` or `finish`."""
     DUPLICATE = "duplicate"
-    """Nothing: this was had before."""
+    """Nothing: the sidecar has these rows, or this commit, already."""
     REFUSED = "refused"
-    """Nothing: the capture has failed, now or before."""
+    """Nothing more: the capture has failed, over this message or before it."""
 
 
 class Assembly:
@@ -35,7 +35,7 @@ class Assembly:
             |                    |
             +--fail, contradiction, I/O error, lost producer--> failed
 
-    Rows are taken in order and once. The first failure stays.
+    Rows are taken in order and once. A capture that has failed keeps its first reason.
     """
 
     __slots__ = ("detail", "info", "reason", "row_bytes", "rows", "state")
@@ -48,14 +48,14 @@ class Assembly:
         self.reason: FailReason | None = None
         self.detail = ""
 
-    def rows_step(self, message: Rows) -> Step:
-        """Judges rows `start .. start + count`."""
+    def action_on_rows(self, message: Rows) -> Action:
+        """What to do about rows `start .. start + count`."""
         if self.state is not CaptureState.RECEIVING:
             return self._after_the_end()
         if message.count < 1 or message.start < 0:
             return self._contradiction(f"{message.count} rows from row {message.start} is not a range of rows")
         if message.start + message.count <= self.rows:
-            return Step.DUPLICATE
+            return Action.DUPLICATE
         if message.start != self.rows:
             return self._contradiction(f"rows from {message.start} came where row {self.rows} was next")
         wanted = message.count * self.row_bytes
@@ -63,10 +63,10 @@ class Assembly:
             return self._contradiction(
                 f"{message.count} rows of {self.row_bytes} bytes are {wanted} bytes, the span has {message.span.length}"
             )
-        return Step.APPLY
+        return Action.APPLY
 
-    def commit_step(self, message: Commit) -> Step:
-        """Judges the claim that everything was sent."""
+    def action_on_commit(self, message: Commit) -> Action:
+        """What to do about the claim that everything was sent."""
         if self.state is not CaptureState.RECEIVING:
             return self._after_the_end()
         if message.num_rows != self.rows:
@@ -77,7 +77,7 @@ class Assembly:
             return self._contradiction(
                 f"{self.rows} rows need {8 * self.rows} bytes of token ids, the commit has {len(message.token_ids)}"
             )
-        return Step.APPLY
+        return Action.APPLY
 
     def wrote(self, count: int) -> None:
         """`count` more rows lie in the shard."""
@@ -95,12 +95,12 @@ class Assembly:
         return True
 
     def answer(self, status: MessageStatus) -> MessageAnswer:
-        """An answer that tells where the capture stands."""
+        """The answer to a message, with where the capture stands after it."""
         return MessageAnswer(status, self.state, self.reason, self.detail)
 
-    def _after_the_end(self) -> Step:
-        return Step.REFUSED if self.state is CaptureState.FAILED else Step.DUPLICATE
+    def _after_the_end(self) -> Action:
+        return Action.REFUSED if self.state is CaptureState.FAILED else Action.DUPLICATE
 
-    def _contradiction(self, detail: str) -> Step:
+    def _contradiction(self, detail: str) -> Action:
         self.fail(FailReason.BAD_MESSAGE, detail)
-        return Step.REFUSED
+        return Action.REFUSED

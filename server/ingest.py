@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import content_of
 from hsconnector.capture.protocol import (
     Batch,
     BatchAnswer,
@@ -31,14 +31,14 @@ from hsconnector.capture.protocol import (
 )
 from hsconnector.capture.record import CaptureRecord, Finding, FindingKind, Verdict, record_of
 from hsconnector.errors import RingError
-from server.assembler import Assembly, Step
+from server.assembler import Action, Assembly
 from server.holdings import Holdings
+from server.mapped_ring import MappedRing
 from server.refusals import producer_unknown, sequence_gap
-from server.rings import Ring
 from server.settings import OnUnsound, Settings
 from server.shards import ShardWriter
 from server.store import FULL
-from server.streams import OpenCapture, Stream, check_info
+from server.streams import OpenCapture, ProducerStream, check_info
 from server.verdict import Judge
 
 __all__ = ["Ingest"]
@@ -64,11 +64,11 @@ class Ingest:
 
     def __init__(self, settings: Settings, holdings: Holdings) -> None:
         self.settings = settings
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, ProducerStream] = {}
         self._holdings = holdings
         self._store = holdings.store
         self._metrics = holdings.metrics
-        self._owners: dict[str, Stream] = {}
+        self._owners: dict[str, ProducerStream] = {}
         self._buffer = bytearray()
 
     def register(self, producer: Producer) -> ProducerAccepted:
@@ -79,7 +79,7 @@ class Ingest:
             self._end(given_up, FailReason.SIDECAR_UNREACHABLE, "its producer gave this stream up and opened another")
             self._settle()
         ring, reason = self._open_ring(producer)
-        stream = Stream(producer, ring)
+        stream = ProducerStream(producer, ring)
         self.streams[stream.producer_id] = stream
         self._metrics.producers.set(len(self.streams))
         log.info(
@@ -145,15 +145,15 @@ class Ingest:
         self._holdings.settle()
         self._metrics.receiving.set(len(self._owners))
 
-    def _open_ring(self, producer: Producer) -> tuple[Ring | None, str]:
+    def _open_ring(self, producer: Producer) -> tuple[MappedRing | None, str]:
         if producer.ring is None:
             return None, ""
         try:
-            return Ring.open(self.settings.shm_dir, producer.ring), ""
+            return MappedRing.open(self.settings.shm_dir, producer.ring), ""
         except RingError as error:
             return None, str(error)
 
-    def _answer(self, stream: Stream, message: Message, payload: memoryview) -> MessageAnswer:
+    def _answer(self, stream: ProducerStream, message: Message, payload: memoryview) -> MessageAnswer:
         if isinstance(message, Open):
             return self._opened(stream, message)
         capture = stream.open.get(message.capture_id)
@@ -161,12 +161,12 @@ class Ingest:
             return self._not_open(message)
         try:
             if isinstance(message, Rows):
-                step = self._rows(stream, capture, message, payload)
+                action = self._rows(stream, capture, message, payload)
             elif isinstance(message, Commit):
-                step = self._commit(stream, capture, message)
+                action = self._commit(stream, capture, message)
             else:
                 capture.assembly.fail(message.reason, _one_line(message.detail))
-                step = Step.APPLY
+                action = Action.APPLY
         except SpanRefused as error:
             capture.assembly.fail(FailReason.BAD_MESSAGE, str(error))
         except OSError as error:
@@ -177,9 +177,9 @@ class Ingest:
         if capture.assembly.state is CaptureState.FAILED:
             self._drop(stream, capture)
             return capture.assembly.answer(MessageStatus.OK if isinstance(message, Fail) else MessageStatus.FAILED)
-        return capture.assembly.answer(MessageStatus.DUPLICATE if step is Step.DUPLICATE else MessageStatus.OK)
+        return capture.assembly.answer(MessageStatus.DUPLICATE if action is Action.DUPLICATE else MessageStatus.OK)
 
-    def _opened(self, stream: Stream, message: Open) -> MessageAnswer:
+    def _opened(self, stream: ProducerStream, message: Open) -> MessageAnswer:
         info = message.capture
         wrong = check_info(info)
         if wrong:
@@ -199,7 +199,7 @@ class Ingest:
             )
         return self._begin(stream, message)
 
-    def _begin(self, stream: Stream, message: Open) -> MessageAnswer:
+    def _begin(self, stream: ProducerStream, message: Open) -> MessageAnswer:
         info, producer = message.capture, stream.producer
         record = record_of(producer, info)
         judge = Judge(producer.dtype, producer.layer_ids, producer.hidden_size)
@@ -217,10 +217,10 @@ class Ingest:
         self._holdings.catalog.put(record)
         return capture.assembly.answer(MessageStatus.OK)
 
-    def _rows(self, stream: Stream, capture: OpenCapture, message: Rows, payload: memoryview) -> Step:
-        step = capture.assembly.rows_step(message)
-        if step is not Step.APPLY:
-            return step
+    def _rows(self, stream: ProducerStream, capture: OpenCapture, message: Rows, payload: memoryview) -> Action:
+        action = capture.assembly.action_on_rows(message)
+        if action is not Action.APPLY:
+            return action
         more = capture.shard.bytes_written + message.span.length + 8 * (capture.assembly.rows + message.count)
         self._reserve(capture, more)
         with _span(stream, message.span, payload) as data:
@@ -234,16 +234,16 @@ class Ingest:
         self._holdings.troubles.pop("store", None)
         self._metrics.rows.inc(message.count)
         self._metrics.row_bytes.labels("shm" if message.span.shared else "body").inc(message.span.length)
-        return step
+        return action
 
-    def _commit(self, stream: Stream, capture: OpenCapture, message: Commit) -> Step:
-        step = capture.assembly.commit_step(message)
-        if step is not Step.APPLY:
-            return step
+    def _commit(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Action:
+        action = capture.assembly.action_on_commit(message)
+        if action is not Action.APPLY:
+            return action
         judged = self._judge(stream, capture, message)
         if judged.state is CaptureState.FAILED:
             capture.assembly.fail(FailReason.UNSOUND, judged.verdict.phrase)
-            return Step.REFUSED
+            return Action.REFUSED
         capture_id = capture.assembly.info.capture_id
         folder = self._store.folder(capture_id, judged.state)
         folder.mkdir(parents=True, exist_ok=True)
@@ -272,18 +272,11 @@ class Ingest:
                 verdict=judged.verdict,
             )
         )
-        return step
+        return action
 
-    def _judge(self, stream: Stream, capture: OpenCapture, message: Commit) -> Judged:
+    def _judge(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Judged:
         producer, info = stream.producer, capture.assembly.info
-        found = content_hash(
-            model=producer.model,
-            model_revision=producer.model_revision,
-            layer_ids=producer.layer_ids,
-            lora=info.lora,
-            mm_hashes=info.mm_hashes,
-            token_ids=message.token_ids,
-        )
+        found = content_of(producer, info).hash_of(message.token_ids)
         verdict = capture.judge.verdict(message.token_ids)
         if info.expected_content_hash and info.expected_content_hash != found:
             verdict = _with_wrong_hash(verdict, info.expected_content_hash, found)
@@ -312,7 +305,7 @@ class Ingest:
         failed = known.state is CaptureState.FAILED and not isinstance(message, Fail)
         return _known(known, MessageStatus.FAILED if failed else MessageStatus.DUPLICATE)
 
-    def _drop(self, stream: Stream, capture: OpenCapture) -> None:
+    def _drop(self, stream: ProducerStream, capture: OpenCapture) -> None:
         assembly = capture.assembly
         capture_id = assembly.info.capture_id
         try:
@@ -329,7 +322,7 @@ class Ingest:
             )
         )
 
-    def _end(self, stream: Stream, reason: FailReason, detail: str) -> None:
+    def _end(self, stream: ProducerStream, reason: FailReason, detail: str) -> None:
         for capture in list(stream.open.values()):
             capture.assembly.fail(reason, detail)
             self._drop(stream, capture)
@@ -352,7 +345,7 @@ _UNSOUND = {
 }
 
 
-def _span(stream: Stream, span: Span, payload: memoryview) -> memoryview:
+def _span(stream: ProducerStream, span: Span, payload: memoryview) -> memoryview:
     end = span.offset + span.length
     if span.shared:
         _check_still_there(stream, span)
@@ -363,7 +356,7 @@ def _span(stream: Stream, span: Span, payload: memoryview) -> memoryview:
     raise SpanRefused(f"the span {span.offset}..{end} lies outside the payload of {len(payload)} bytes")
 
 
-def _check_still_there(stream: Stream, span: Span) -> None:
+def _check_still_there(stream: ProducerStream, span: Span) -> None:
     if not span.shared:
         return
     end = span.offset + span.length

@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import xxhash
 
+from hsconnector.capture.header import ShardHeader, check_written_by_sidecar, data_hasher, read_header
 from hsconnector.capture.protocol import CaptureState, FailReason, is_capture_id
-from hsconnector.capture.record import CaptureRecord, Verdict
+from hsconnector.capture.record import CaptureRecord, Verdict, record_of_header
 from hsconnector.errors import BrokenIndex, IndexFault, ShardError, StoreError
 from hsconnector.storage.folder import SUFFIX, two_hex
 from server.catalog import Catalog, refusal
 from server.metrics import Metrics
-from server.shards import PIECE_BYTES, ShardHeader, is_regular, read_header
+from server.shards import PIECE_BYTES, is_regular
 from server.store import Store
-from server.streams import LARGEST
 from server.verdict import Judge
 
 __all__ = ["inspect_shard", "record_of_shard", "recover", "reindex_store"]
@@ -129,12 +128,12 @@ def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
     """Reads a whole shard once: parsed, hashed, judged. Raises `ShardError` where it is not whole."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        header = read_header(fd)
+        header = check_written_by_sidecar(read_header(fd))
         judge = Judge(header.dtype, header.layer_ids, header.shape[2])
-        digest = xxhash.xxh3_128()
-        end = header.data_start + header.hidden_bytes
+        digest = data_hasher()
+        end = header.data_at + header.tokens_at
         step = max(1, PIECE_BYTES // header.row_bytes) * header.row_bytes
-        for offset in range(header.data_start, end, step):
+        for offset in range(header.data_at, end, step):
             data = _read(fd, min(step, end - offset), offset)
             digest.update(data)
             judge.take(memoryview(data))
@@ -142,55 +141,21 @@ def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
     finally:
         os.close(fd)
     digest.update(token_ids)
-    if digest.hexdigest() != header.metadata.get("data_hash"):
-        raise ShardError(
-            f"the data hashes to {digest.hexdigest()}, its header says {header.metadata.get('data_hash')!r}"
-        )
+    if digest.hexdigest() != header.data_hash:
+        raise ShardError(f"the data hashes to {digest.hexdigest()}, its header says {header.data_hash!r}")
     return header, judge.verdict(token_ids)
 
 
 def record_of_shard(path: Path, state: CaptureState) -> CaptureRecord:
     """A capture's record from its shard alone; raises `ShardError`."""
     header, verdict = inspect_shard(path)
-    facts = header.metadata
-    if facts.get("capture_id") != path.name.removesuffix(SUFFIX):
-        raise ShardError(f"the shard belongs to capture {facts.get('capture_id')!r}")
+    record = record_of_header(header, state, complete=True)
+    if record.capture_id != path.name.removesuffix(SUFFIX):
+        raise ShardError(f"the shard belongs to capture {record.capture_id!r}")
     status = path.stat()
-    try:
-        record = CaptureRecord(
-            capture_id=facts["capture_id"],
-            request_id=facts["request_id"],
-            state=state,
-            engine_id=facts["engine_id"],
-            model=facts["model"],
-            model_revision=facts["model_revision"],
-            vllm_version=facts["vllm_version"],
-            layer_ids=header.layer_ids,
-            num_layers=min(int(facts["num_layers"]), LARGEST),
-            hidden_size=header.shape[2],
-            dtype=header.dtype,
-            rows=facts["rows"],
-            num_rows=header.shape[0],
-            num_prompt_tokens=int(facts["num_prompt_tokens"]),
-            dataset=facts["dataset"],
-            sample_id=facts["sample_id"],
-            tags=msgspec.json.decode(facts["tags"], type=dict[str, str]),
-            lora=facts["lora"],
-            finish_reason=facts["finish_reason"],
-            content_hash=facts["content_hash"],
-            data_hash=facts["data_hash"],
-            created=float(facts["created"]),
-            finished=status.st_mtime,
-            size=status.st_size,
-            mtime_ns=status.st_mtime_ns,
-            verdict=verdict,
-        )
-        msgspec.msgpack.encode(record)  # unpaired surrogates and endless numbers pass JSON, not the index
-    except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-        raise ShardError(f"the metadata is not that of a capture: {error!r}") from error
-    if not (0 <= record.created <= LARGEST and 0 <= record.num_prompt_tokens <= LARGEST):
-        raise ShardError(f"created {record.created} or num_prompt_tokens {record.num_prompt_tokens} cannot be")
-    return record
+    return msgspec.structs.replace(
+        record, finished=status.st_mtime, size=status.st_size, mtime_ns=status.st_mtime_ns, verdict=verdict
+    )
 
 
 @dataclass(frozen=True)

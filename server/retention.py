@@ -25,8 +25,8 @@ from server.holdings import Holdings
 from server.lease import Unheld
 from server.leases import Leases
 from server.leaving import Chosen, Collection, Leaving, Limits, Why
-from server.readers import Readers
 from server.settings import Evict
+from server.shard_files import Readers
 
 __all__ = ["Retention"]
 

@@ -40,11 +40,11 @@ from server.leases import Leases
 from server.leaving import Chosen, Collection, Limits
 from server.lending import Lending
 from server.metrics import Metrics
-from server.readers import Readers
 from server.recovery import recover
 from server.refusals import Refusal
 from server.retention import Retention
 from server.settings import Settings
+from server.shard_files import Readers
 from server.store import Store
 from server.streams import producer_named, read_producer
 from server.waiting import Waiters

@@ -11,6 +11,7 @@ import msgspec
 
 from hsconnector.capture.protocol import (
     DTYPE_BYTES,
+    LARGEST,
     MAX_TEXT_BYTES,
     MAX_TEXTS_BYTES,
     PROTOCOL_VERSION,
@@ -24,20 +25,20 @@ from hsconnector.capture.protocol import (
 )
 from hsconnector.errors import ProtocolError
 from server.assembler import Assembly
+from server.mapped_ring import MappedRing
 from server.refusals import unprocessable, wrong_version
-from server.rings import Ring
 from server.shards import ShardWriter
 from server.verdict import Judge
 
-__all__ = ["LARGEST", "MAX_ROW_BYTES", "OpenCapture", "Stream", "check_info", "producer_named", "read_producer"]
+__all__ = ["MAX_ROW_BYTES", "OpenCapture", "ProducerStream", "check_info", "producer_named", "read_producer"]
 
 MAX_ROW_BYTES = 64 << 20
 """A longer row is refused: one row is judged in memory."""
 MAX_SLOTS = 1024
-"""More layers than any model has; every slot is judged, and told of in the index, on its own."""
+"""More layers than any model has: each slot gets statistics of its own, which the index keeps."""
 MAX_NAME_BYTES = 4096
 MAX_REQUEST_ID_BYTES = 64 << 10
-LARGEST = 2**53
+# The bytes of every batch are the same up to its producer's id, which is the first field of the first message block.
 _NO_ID = "0" * 32
 _BEFORE_ID, _ = encode(Batch(_NO_ID, 0)).split(_NO_ID.encode(), 1)
 _ID_AT = 8 + len(_BEFORE_ID)
@@ -45,7 +46,7 @@ _ID_AT = 8 + len(_BEFORE_ID)
 
 @dataclass
 class OpenCapture:
-    """A capture between Open and its end."""
+    """A capture that is being received, and where its rows go."""
 
     assembly: Assembly
     judge: Judge
@@ -55,33 +56,33 @@ class OpenCapture:
 
 
 @dataclass
-class Stream:
-    """An open stream."""
+class ProducerStream:
+    """What the sidecar knows of one open stream."""
 
     producer: Producer
-    ring: Ring | None
+    ring: MappedRing | None
     producer_id: str = field(default_factory=lambda: secrets.token_hex(16))
     last_seq: int = -1
     last_answer: BatchAnswer | None = None
     open: dict[str, OpenCapture] = field(default_factory=dict)
     seen: float = field(default_factory=time.monotonic)
-    """When something was last heard, monotonic seconds."""
+    """When the producer was last heard of, in monotonic seconds."""
     waiting: int = 0
     """Batches that have arrived and are not answered."""
 
     def touch(self) -> None:
-        """Notes that the producer lives."""
+        """Notes that the producer has just been heard of."""
         self.seen = time.monotonic()
 
     def end(self) -> None:
-        """Lets the ring go."""
+        """Closes the shared memory, if there is any."""
         ring, self.ring = self.ring, None
         if ring is not None:
             ring.close()
 
 
 def producer_named(body: bytearray) -> str | None:
-    """The stream that a batch is of, told from the beginning of its body; None where that does not tell yet."""
+    """The id of a batch's stream, read from the beginning of its body; None while too little of it has come."""
     if len(body) < _ID_AT + len(_NO_ID) or body[8:_ID_AT] != _BEFORE_ID:
         return None
     return body[_ID_AT : _ID_AT + len(_NO_ID)].decode("ascii", "replace")
@@ -145,7 +146,8 @@ def _check_texts(info: CaptureInfo) -> str:
         texts[f"the key of tag {key[:32]!r}"], texts[f"tag {key[:32]!r}"] = key, value
     sizes = {name: len(text.encode()) for name, text in texts.items()}
     for name, size in sizes.items():
-        if size > (MAX_NAME_BYTES if name == "lora" else MAX_TEXT_BYTES):
-            return f"{name} has {size} bytes, the most is {MAX_TEXT_BYTES}"
+        most = MAX_NAME_BYTES if name == "lora" else MAX_TEXT_BYTES
+        if size > most:
+            return f"{name} has {size} bytes, the most is {most}"
     total = sum(sizes.values()) - sizes["lora"]
     return f"the texts have {total} bytes together, the most is {MAX_TEXTS_BYTES}" if total > MAX_TEXTS_BYTES else ""

@@ -35,7 +35,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Format:
+class FloatBits:
     """How to read the bits of an element type."""
 
     unsigned: str
@@ -51,9 +51,9 @@ class Format:
 
 
 FORMATS = {
-    "bfloat16": Format("<u2", "<i2", 0x7F80, 0x8000),
-    "float16": Format("<u2", "<i2", 0x7C00, 0x8000),
-    "float32": Format("<u4", "<i4", 0x7F800000, 0x80000000),
+    "bfloat16": FloatBits("<u2", "<i2", 0x7F80, 0x8000),
+    "float16": FloatBits("<u2", "<i2", 0x7C00, 0x8000),
+    "float32": FloatBits("<u4", "<i4", 0x7F800000, 0x80000000),
 }
 
 

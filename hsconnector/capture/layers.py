@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 PRESETS = ("auto", "eagle3", "dflash")
+_IDS = re.compile(r"\s*-?[0-9]+\s*(,\s*-?[0-9]+\s*)*")
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,19 @@ def choose_layers(asked: str, num_layers: int) -> LayerChoice:
     if name == "dflash" and (not colon or count.isdecimal()):
         spread = int(count) if colon else 5
         return LayerChoice(f"dflash:{spread}", dflash_layers(num_layers, spread), num_layers)
+    if not _IDS.fullmatch(word):
+        raise SettingsError(f"--layers {asked!r} is none of {', '.join(PRESETS)}, dflash:K, nor ids such as 2,18,33,36")
     return LayerChoice("given", parse_layer_ids(asked, num_layers), num_layers)
 
 
-def parse_layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
-    """Layer ids from "2,18,33,36", ascending. vLLM sorts them and drops repeats, so a repeat leaves slots empty."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch(r"-?[0-9]+", word) for word in words):
-        raise SettingsError(f"--layers {text!r} is none of {', '.join(PRESETS)}, dflash:K, nor ids such as 2,18,33,36")
-    ids = [int(word) for word in words]
+def parse_layer_ids(text: str, num_layers: int, *, option: str = "--layers") -> tuple[int, ...]:
+    """Layer ids from "2,18,33,36", ascending; raises SettingsError for one outside [0, N] and for a repeated one.
+
+    vLLM sorts the ids and drops repeats, so a repeat would leave slots empty.
+    """
+    if not _IDS.fullmatch(text):
+        raise SettingsError(f"{option} takes layer ids such as 2,18,33,36, not {text!r}")
+    ids = [int(word) for word in text.split(",")]
     outside = [layer for layer in ids if not 0 <= layer <= num_layers]
     if outside:
         raise SettingsError(
@@ -87,7 +92,7 @@ def parse_layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
         )
     repeated = [layer for index, layer in enumerate(ids) if layer in ids[:index]]
     if repeated:
-        raise SettingsError(f"layer {repeated[0]} is given twice in --layers {text}; each layer fills one slot")
+        raise SettingsError(f"layer {repeated[0]} is given twice in {option} {text}; each layer fills one slot")
     return tuple(sorted(ids))
 
 

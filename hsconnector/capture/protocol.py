@@ -35,6 +35,7 @@ from hsconnector.errors import ProtocolError
 
 __all__ = [
     "DTYPE_BYTES",
+    "LARGEST",
     "MAX_MESSAGES_BYTES",
     "MAX_TEXTS_BYTES",
     "MAX_TEXT_BYTES",
@@ -80,6 +81,9 @@ MAX_MESSAGES_BYTES = 64 << 20
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Element types a producer may send, with their size in bytes."""
+
+LARGEST = 2**53
+"""The largest number of seconds, tokens or layers that is believed; JSON readers keep no larger one exact."""
 
 _LENGTH = struct.Struct("<Q")
 _T = TypeVar("_T")
@@ -274,7 +278,7 @@ class MessageStatus(enum.StrEnum):
 
     OK = "ok"
     DUPLICATE = "duplicate"
-    """Already had; nothing changed."""
+    """The sidecar has it already; nothing changed."""
     FAILED = "failed"
     """The capture has failed, now or before; `reason` and `detail` say why. Send no more of it."""
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 
-from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason, Producer
+from hsconnector.capture.content import Content
+from hsconnector.capture.header import FORMAT, ShardHeader
+from hsconnector.capture.protocol import LARGEST, CaptureInfo, CaptureState, FailReason, Producer
+from hsconnector.errors import ShardError
 
 __all__ = [
     "CaptureRecord",
@@ -19,7 +22,10 @@ __all__ = [
     "client_ids",
     "describe",
     "kept",
+    "metadata_of",
+    "public_fields",
     "record_of",
+    "record_of_header",
 ]
 
 
@@ -136,6 +142,11 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is not CaptureState.RECEIVING
 
     @property
+    def content(self) -> Content:
+        """What it is of, apart from its tokens and from images and the like, which no record names."""
+        return Content(self.model, self.model_revision, self.layer_ids, self.lora)
+
+    @property
     def consumed(self) -> bool:
         """Whether a consumer has acknowledged it, after which its bytes were let go."""
         return self.state is CaptureState.EXPIRED and self.reason == FailReason.CONSUMED
@@ -180,6 +191,84 @@ def record_of(producer: Producer, info: CaptureInfo) -> CaptureRecord:
     )
 
 
+def metadata_of(producer: Producer, info: CaptureInfo) -> dict[str, str]:
+    """What a shard says of itself; `content_hash`, `data_hash` and `finish_reason` are filled at the end."""
+    return {
+        "format": FORMAT,
+        "capture_id": info.capture_id,
+        "request_id": info.request_id,
+        "engine_id": producer.engine_id,
+        "model": producer.model,
+        "model_revision": producer.model_revision,
+        "vllm_version": producer.vllm_version,
+        "dims": "token,layer,hidden",
+        "layer_ids": msgspec.json.encode(producer.layer_ids).decode(),
+        "num_layers": str(producer.num_layers),
+        "last_layer_norm": "pre",
+        "dtype": producer.dtype,
+        "rows": str(info.rows),
+        "num_prompt_tokens": str(info.num_prompt_tokens),
+        "content_hash": "",
+        "data_hash": "",
+        "dataset": info.dataset,
+        "sample_id": info.sample_id,
+        "tags": msgspec.json.encode(info.tags, order="deterministic").decode(),
+        "lora": info.lora,
+        "finish_reason": "",
+        "created": f"{info.created:.3f}",
+    }
+
+
+_TEXTS = (
+    *("request_id", "engine_id", "model", "model_revision", "vllm_version", "rows", "dataset", "sample_id", "lora"),
+    *("finish_reason", "content_hash", "data_hash"),
+)
+_UNSAID = dict.fromkeys(_TEXTS, "") | {"num_prompt_tokens": "0", "tags": "{}", "created": "0"}
+"""What a shard that another program wrote need not say."""
+
+
+def record_of_header(header: ShardHeader, state: CaptureState, *, complete: bool) -> CaptureRecord:
+    """A finished capture as its shard tells it; raises ShardError.
+
+    `complete` demands all the metadata that a sidecar writes. The verdict, the path and when the file was written are
+    not in the header.
+    """
+    said = header.metadata
+    facts = said if complete else _UNSAID | {name: value for name, value in said.items() if value}
+    try:
+        record = CaptureRecord(
+            capture_id=facts["capture_id"],
+            request_id=facts["request_id"],
+            state=state,
+            engine_id=facts["engine_id"],
+            model=facts["model"],
+            model_revision=facts["model_revision"],
+            vllm_version=facts["vllm_version"],
+            layer_ids=header.layer_ids,
+            num_layers=min(int(facts["num_layers"]), LARGEST),
+            hidden_size=header.shape[2],
+            dtype=header.dtype,
+            rows=facts["rows"],
+            num_rows=header.shape[0],
+            num_prompt_tokens=int(facts["num_prompt_tokens"]),
+            dataset=facts["dataset"],
+            sample_id=facts["sample_id"],
+            tags=msgspec.json.decode(facts["tags"], type=dict[str, str]),
+            lora=facts["lora"],
+            finish_reason=facts["finish_reason"],
+            content_hash=facts["content_hash"],
+            data_hash=facts["data_hash"],
+            created=float(facts["created"]),
+            size=header.file_bytes,
+        )
+        msgspec.msgpack.encode(record)  # layer ids without end pass JSON, not the index
+    except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise ShardError(f"the metadata is not that of a capture: {error!r}") from error
+    if not (0 <= record.created <= LARGEST and 0 <= record.num_prompt_tokens <= LARGEST):
+        raise ShardError(f"created {record.created} or num_prompt_tokens {record.num_prompt_tokens} cannot be")
+    return record
+
+
 def kept(record: CaptureRecord) -> CaptureRecord:
     """What the index keeps: of a capture that was removed, all but the verdict, which is most of its bytes."""
     if record.state is not CaptureState.EXPIRED or record.verdict is None or record.lost:
@@ -187,20 +276,23 @@ def kept(record: CaptureRecord) -> CaptureRecord:
     return msgspec.structs.replace(record, verdict=None)
 
 
+def public_fields(record: CaptureRecord) -> dict[str, Any]:
+    """A record as JSON shows it; when its file was written stays with the sidecar."""
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    del fields["mtime_ns"]
+    return fields
+
+
 def describe(
     record: CaptureRecord, public_url: str, path: str | None, *, num_rows: int | None = None
 ) -> dict[str, Any]:
-    """A capture as JSON; `path` is its shard on this host, `num_rows` what has arrived so far."""
+    """A capture as HTTP shows it; `path` is its shard on this host, `num_rows` what has arrived so far."""
     handle = f"{public_url}/v1/captures/{record.capture_id}"
-    fields: dict[str, Any] = msgspec.to_builtins(record)
-    for kept_back in ("mtime_ns", "handle", "path"):
-        del fields[kept_back]
-    if num_rows is not None:
-        fields["num_rows"] = num_rows
+    shown = record if num_rows is None else msgspec.structs.replace(record, num_rows=num_rows)
     return {
         "object": "capture",
-        **fields,
-        "shape": [fields["num_rows"], len(record.layer_ids), record.hidden_size],
+        **public_fields(shown),
+        "shape": [shown.num_rows, len(record.layer_ids), record.hidden_size],
         "handle": handle,
         "tensors": f"{handle}/tensors",
         "path": path,

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hsconnector.capture.protocol import CaptureState
-from hsconnector.capture.record import CaptureRecord
+from hsconnector.capture.record import CaptureRecord, public_fields
 from hsconnector.cli.quantities import parse_duration
 from hsconnector.cli.show import plain, readable_bytes
 from hsconnector.client import DEFAULT_URL, Client
@@ -65,7 +65,7 @@ def ls(
         more = limit > 0 and len(chosen) == limit and next(found, None) is not None
     if as_json:
         for record in chosen:
-            typer.echo(msgspec.json.encode(record).decode())
+            typer.echo(msgspec.json.encode(public_fields(record)).decode())
         return
     _print_table(chosen)
     if more:

@@ -13,10 +13,10 @@ import msgspec
 import typer
 from rich.cells import cell_len, set_cell_size
 
+from hsconnector.capture.header import ShardHeader, open_header
 from hsconnector.capture.layers import slot_name
 from hsconnector.capture.protocol import is_capture_id
-from hsconnector.capture.record import CaptureRecord, Verdict
-from hsconnector.capture.shard import ShardHeader, open_header
+from hsconnector.capture.record import CaptureRecord, Verdict, public_fields
 from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import CaptureNotFound
 
@@ -44,7 +44,7 @@ def show(
         records = _records(client, what, limit)
     if as_json:
         for record in records:
-            typer.echo(msgspec.json.encode(record).decode())
+            typer.echo(msgspec.json.encode(public_fields(record)).decode())
     elif len(records) == 1 and what:
         _print_fields(_fields(records[0]))
     else:
@@ -143,7 +143,7 @@ def _moment(seconds: float) -> str:
 def _show_shard(path: Path, as_json: bool) -> None:
     header = open_header(path)
     if as_json:
-        tensors = {"shape": header.shape, "dtype": header.dtype, "bytes": header.data_at + header.data_bytes}
+        tensors = {"shape": header.shape, "dtype": header.dtype, "bytes": header.file_bytes}
         typer.echo(json.dumps({**header.metadata, **tensors}, ensure_ascii=False))
     else:
         _print_fields({"file": str(path), **_shard_fields(header)})
@@ -154,7 +154,7 @@ def _shard_fields(header: ShardHeader) -> dict[str, str]:
     return {
         "hidden_states": f"{list(header.shape)} {header.dtype}",
         **_slots(header.layer_ids, int(num_layers) if re.fullmatch("[0-9]+", num_layers) else -1, None),
-        "size": readable_bytes(header.data_at + header.data_bytes),
+        "size": readable_bytes(header.file_bytes),
         **{name: value for name, value in header.metadata.items() if value and name != "layer_ids"},
     }
 

@@ -30,7 +30,8 @@ import msgspec
 
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
-from hsconnector.capture.shard import Capture, Framework, RowRange, open_shard, parse_shard, resolve_rows, resolve_slots
+from hsconnector.capture.selection import RowRange, resolve_rows, resolve_slots
+from hsconnector.capture.shard import Capture, Framework, open_shard, parse_shard
 from hsconnector.errors import (
     CaptureError,
     CaptureExpired,

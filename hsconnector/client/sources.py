@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Protocol
 
 import msgspec
 
+from hsconnector.capture.header import open_header
 from hsconnector.capture.protocol import CaptureState, is_capture_id
-from hsconnector.capture.record import CaptureRecord
-from hsconnector.capture.shard import Capture, ShardHeader, open_header, open_shard
+from hsconnector.capture.record import CaptureRecord, record_of_header
+from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.client import Client
 from hsconnector.errors import CaptureError, SettingsError, ShardError, StoreError
 
@@ -67,7 +67,7 @@ class StoreSource:
         others: list[Unready] = []
         for path in sorted(self._root.rglob("*.safetensors")):
             try:
-                record = _record_of(path, open_header(path))
+                record = _record_of(path)
             except (ShardError, StoreError) as error:
                 others.append(Unready(path.stem, "", str(error)))
                 continue
@@ -92,7 +92,7 @@ class StoreSource:
             return
         for path in sorted(self._quarantine.rglob("*.safetensors")):
             try:
-                record = _record_of(path, open_header(path))
+                record = _record_of(path)
             except (ShardError, StoreError):
                 continue
             if _chosen(record, dataset, ids):
@@ -172,29 +172,10 @@ def _state(record: CaptureRecord) -> str:
     return f"capture {record.capture_id} is {record.state}"
 
 
-def _record_of(path: Path, header: ShardHeader) -> CaptureRecord:
-    about = header.metadata
+def _record_of(path: Path) -> CaptureRecord:
+    header = open_header(path)
     try:
-        record = CaptureRecord(
-            capture_id=about["capture_id"],
-            state=CaptureState.READY,
-            model=about.get("model", ""),
-            model_revision=about.get("model_revision", ""),
-            layer_ids=header.layer_ids,
-            num_layers=int(about["num_layers"]),
-            hidden_size=header.shape[2],
-            dtype=header.dtype,
-            rows=about.get("rows", ""),
-            num_rows=header.shape[0],
-            dataset=about.get("dataset", ""),
-            sample_id=about.get("sample_id", ""),
-            tags=msgspec.convert(json.loads(about.get("tags") or "{}"), dict[str, str]),
-            lora=about.get("lora", ""),
-            content_hash=about.get("content_hash", ""),
-            data_hash=header.data_hash,
-            created=float(about.get("created") or 0),
-            size=header.data_at + header.data_bytes,
-        )
-    except (KeyError, ValueError) as error:
-        raise ShardError(f"{path} is no shard of hsconnector: {error!r}") from error
+        record = record_of_header(header, CaptureState.READY, complete=False)
+    except ShardError as error:
+        raise ShardError(f"{path}: {error}") from error
     return msgspec.structs.replace(record, path=str(path.absolute()))

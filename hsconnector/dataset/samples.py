@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-from hsconnector.capture.content import content_hash
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.dataset.copies import Place, View
@@ -120,19 +119,7 @@ def common_layers(entries: Sequence[Entry], view: View) -> tuple[int, ...]:
 
 
 def _rows_of(path: Path, about: CaptureRecord | None) -> list[DataRow]:
-    def digest(token_ids: bytes) -> str:
-        if about is None:
-            return ""
-        return content_hash(
-            model=about.model,
-            model_revision=about.model_revision,
-            layer_ids=about.layer_ids,
-            lora=about.lora,
-            mm_hashes=(),
-            token_ids=token_ids,
-        )
-
-    return read_rows(path, digest)[0]
+    return read_rows(path, about.content.hash_of if about else lambda _: "")[0]
 
 
 def rows_by_tokens(data: str | os.PathLike[str] | None) -> dict[str, DataRow]:

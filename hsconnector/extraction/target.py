@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import Content
 from hsconnector.capture.layers import choose_layers
 from hsconnector.capture.protocol import CaptureState, FailReason, Producer, pack_token_ids
 from hsconnector.capture.record import CaptureRecord
@@ -37,14 +37,8 @@ class Target:
 
     def content_hash(self, token_ids: Sequence[int]) -> str:
         """The content hash that the sidecar gives to a capture of these tokens."""
-        return content_hash(
-            model=self.model,
-            model_revision=self.model_revision,
-            layer_ids=self.layer_ids,
-            lora=self.lora,
-            mm_hashes=(),
-            token_ids=pack_token_ids(token_ids),
-        )
+        content = Content(self.model, self.model_revision, self.layer_ids, self.lora)
+        return content.hash_of(pack_token_ids(token_ids))
 
 
 def choose_target(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsconnector.capture.content import content_hash
 from hsconnector.capture.layers import parse_layer_ids, slot_name
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.sources import Listing, Source
@@ -90,18 +89,7 @@ def _norm(request: Request, first: CaptureRecord) -> FinalNorm:
 def _rows(request: Request, first: CaptureRecord, listing: Listing) -> tuple[list[DataRow] | None, bool]:
     if request.data is None:
         return None, False
-
-    def hashed(token_ids: bytes) -> str:
-        return content_hash(
-            model=first.model,
-            model_revision=first.model_revision,
-            layer_ids=first.layer_ids,
-            lora=first.lora,
-            mm_hashes=(),
-            token_ids=token_ids,
-        )
-
-    rows, masked = read_rows(request.data, hashed)
+    rows, masked = read_rows(request.data, first.content.hash_of)
     if request.ids:
         samples = {record.sample_id for record in listing.ready} | {other.sample_id for other in listing.others}
         hashes = {record.content_hash for record in listing.ready}

@@ -12,13 +12,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hsconnector.capture.shard import data_hash, open_shard
+from hsconnector.capture.header import build_header, data_hasher
+from hsconnector.capture.shard import open_shard
 from hsconnector.errors import ShardError, StoreError
 from hsconnector.formats.sample import Exported, Layers, Sample, split_layers
 
 __all__ = ["Speculators"]
-
-_DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class Speculators:
@@ -70,18 +69,13 @@ def shard_parts(
     `hidden_states` `[T, L, H]`, `token_ids` `[T]`. `data_hash` is that of this data section.
     """
     pieces = [_bytes(hidden_states), _bytes(token_ids)]
-    middle, end = len(pieces[0]), len(pieces[0]) + len(pieces[1])
+    hasher = data_hasher()
+    for piece in pieces:
+        hasher.update(piece)
     about = dict(metadata) | {"layer_ids": json.dumps(list(layer_ids), separators=(",", ":"))}
-    about["data_hash"] = data_hash(b"".join(pieces))
-    dtype = _DTYPE_NAMES[str(hidden_states.dtype).removeprefix("torch.")]
-    fields = {
-        "__metadata__": about,
-        "hidden_states": {"dtype": dtype, "shape": list(hidden_states.shape), "data_offsets": [0, middle]},
-        "token_ids": {"dtype": "I64", "shape": list(token_ids.shape), "data_offsets": [middle, end]},
-    }
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    length = len(text) + -len(text) % 8
-    return length.to_bytes(8, "little") + text.ljust(length), pieces
+    about["data_hash"] = hasher.hexdigest()
+    dtype = str(hidden_states.dtype).removeprefix("torch.")
+    return build_header(about, dtype, tuple(hidden_states.shape)), pieces
 
 
 def _bytes(tensor: Any) -> memoryview:

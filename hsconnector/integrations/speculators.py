@@ -23,13 +23,14 @@ from urllib.parse import urlsplit
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import Content
+from hsconnector.capture.layers import parse_layer_ids
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client import DEFAULT_URL, Client
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
-from hsconnector.integrations.target_layers import TargetLayers, parse_layer_ids, target_layers_of
+from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 
 __all__ = ["NAME", "SidecarBackend", "SidecarTransfer", "Source", "register"]
 
@@ -130,14 +131,8 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def content_hash(self, row: int) -> str:
         """What a capture of this row's tokens is found by."""
         source = self.source
-        return content_hash(
-            model=source.model,
-            model_revision=source.revision,
-            layer_ids=source.captured,
-            lora=source.lora,
-            mm_hashes=(),
-            token_ids=self._token_ids(row),
-        )
+        content = Content(source.model, source.revision, source.captured, source.lora)
+        return content.hash_of(self._token_ids(row))
 
     def _token_ids(self, row: int) -> bytes:
         if self._rows is None:
@@ -225,7 +220,9 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     def from_train_args(args: argparse.Namespace, data_path: str) -> SidecarTransfer:
         """The transfer of a run; raises SettingsError."""
         layers = target_layers_of(args)
-        captured = parse_layer_ids(args.hsc_layers) if args.hsc_layers else layers.captured
+        captured = layers.captured
+        if args.hsc_layers:
+            captured = parse_layer_ids(args.hsc_layers, layers.last, option="--hsc-layers")
         layers.check("an engine started with --hsc-layers", captured, layers.last)
         return SidecarTransfer(
             Source(

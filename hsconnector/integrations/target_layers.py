@@ -13,7 +13,7 @@ import torch
 from hsconnector.capture.shard import Capture
 from hsconnector.errors import SettingsError
 
-__all__ = ["TargetLayers", "parse_layer_ids", "target_layers_of"]
+__all__ = ["TargetLayers", "target_layers_of"]
 
 _STORED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 """How the speculators' checkpoints name their target layers."""
@@ -77,17 +77,6 @@ def target_layers_of(args: argparse.Namespace) -> TargetLayers:
         warnings.simplefilter("ignore")
         targets = resolve_target_layer_ids(named, verifier, trust_remote_code=trust)
     return TargetLayers(tuple(sorted(targets)), last)
-
-
-def parse_layer_ids(text: str) -> tuple[int, ...]:
-    """`2,18,33,36` as layer ids, ascending; raises SettingsError."""
-    try:
-        ids = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise SettingsError(f"--hsc-layers is a list of layer ids such as 2,18,33,36, not {text!r}") from None
-    if min(ids) < 0 or len(set(ids)) != len(ids):
-        raise SettingsError(f"--hsc-layers names each layer once and none below 0, got {text!r}")
-    return tuple(sorted(ids))
 
 
 def _stored_layer_ids(checkpoint: str) -> list[int] | None:

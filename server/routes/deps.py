@@ -70,7 +70,10 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         part.strip().isascii() and part.strip().isdigit() and len(part) < 10 for part in parts
     ):
         raise bad_parameter("layers", f"layers={text[:64]!r} is not a list of layer ids such as 0,3,6")
-    return tuple(int(part) for part in parts)
+    ids = tuple(int(part) for part in parts)
+    if len(set(ids)) != len(ids):
+        raise bad_parameter("layers", f"layers={text[:64]!r} names a layer twice")
+    return ids
 
 
 def parse_rows(text: str | None) -> tuple[int | None, int | None] | None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from hsconnector.capture.record import CaptureRecord
-from hsconnector.errors import ShardError
-from server.http import MEDIA_TYPE, StreamedFile, Unsatisfiable, matches, parse_range
+from hsconnector.capture.selection import resolve_rows, resolve_slots
+from hsconnector.errors import SettingsError
 from server.metrics import Metrics
-from server.reading import Selection, ShardFile, View
+from server.ranges import Unsatisfiable, matches, parse_range
 from server.refusals import bad_parameter
 from server.routes.deps import parse_layers, parse_rows
 from server.service import Service
+from server.shard_files import ShardFile
+from server.views import ShardView
 
 __all__ = ["send_tensors"]
+
+MEDIA_TYPE = "application/octet-stream"
 
 
 async def send_tensors(
@@ -83,10 +89,14 @@ class Sending:
         wanted_layers, wanted_rows = parse_layers(layers), parse_rows(rows)
         header = await asyncio.to_thread(self.file.header)
         try:
-            selection = Selection.of(header, wanted_layers, wanted_rows)
-        except ShardError as error:
-            raise bad_parameter("rows" if str(error).startswith("rows") else "layers", str(error)) from error
-        view = await asyncio.to_thread(View, self.file, header, selection)
+            slots = resolve_slots(wanted_layers, header.layer_ids)
+        except SettingsError as error:
+            raise bad_parameter("layers", str(error)) from error
+        try:
+            chosen = resolve_rows(wanted_rows, header.shape[0])
+        except SettingsError as error:
+            raise bad_parameter("rows", str(error)) from error
+        view = await asyncio.to_thread(ShardView, self.file, header, chosen, slots)
         tag = f'"{view.data_hash}-view"'
         self.headers |= {"etag": tag, "accept-ranges": "none"}
         if matches(self.request.headers.get("if-none-match"), tag, weak=True):
@@ -106,6 +116,28 @@ class Sending:
         if status == 304:
             del response.headers["content-type"]
         return response
+
+
+class StreamedFile(StreamingResponse):
+    """Streams bytes of a known length, and closes their source whatever happens."""
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes | memoryview],
+        *,
+        status: int,
+        length: int,
+        headers: Mapping[str, str],
+        close: Callable[[], None],
+    ) -> None:
+        super().__init__(chunks, status, {**headers, "content-length": str(length)}, MEDIA_TYPE)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
 
 async def _counted(

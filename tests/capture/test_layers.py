@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsconnector.capture import layers
-from hsconnector.capture.layers import choose_layers, dflash_layers, eagle3_layers, slot_name, trainer_counting
+from hsconnector.capture.layers import (
+    choose_layers,
+    dflash_layers,
+    eagle3_layers,
+    parse_layer_ids,
+    slot_name,
+    trainer_counting,
+)
 from hsconnector.errors import SettingsError
 
 
@@ -73,6 +80,15 @@ def test_bad_layers_are_one_line(asked: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message) as refused:
         choose_layers(asked, 36)
     assert "\n" not in str(refused.value)
+
+
+def test_ids_are_read_alike_whichever_option_gives_them() -> None:
+    assert parse_layer_ids(" 33 ,2,18", 36) == parse_layer_ids("2,18,33", 36, option="--hsc-layers") == (2, 18, 33)
+    for text in ("eagle3", "", "1;2", "2,,3", "2 3"):
+        with pytest.raises(SettingsError, match=f"--hsc-layers takes layer ids such as 2,18,33,36, not '{text}'"):
+            parse_layer_ids(text, 36, option="--hsc-layers")
+    with pytest.raises(SettingsError, match="layer 2 is given twice in --hsc-layers 2,2;"):
+        parse_layer_ids("2,2", 36, option="--hsc-layers")
 
 
 @given(st.integers(1, 200), st.integers(1, 12))

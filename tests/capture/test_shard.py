@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from hsconnector.capture.shard import open_header, open_shard, parse_shard
+from hsconnector.capture.header import open_header
+from hsconnector.capture.shard import open_shard, parse_shard
 from hsconnector.errors import HSConnectorError, SettingsError, ShardError, StoreError
 from tests.shards import shard_bytes, write_shard
 
@@ -64,7 +65,7 @@ def test_layers_that_were_not_captured_are_refused(tmp_path: Path, layers: list[
         open_shard(path).layer(3)
 
 
-def test_case_60_numpy_has_no_bfloat16_and_is_told_what_to_do(tmp_path: Path) -> None:
+def test_numpy_has_no_bfloat16_and_is_told_what_to_do(tmp_path: Path) -> None:
     path = write_shard(tmp_path, states(torch.bfloat16), TOKENS, LAYERS)
     with pytest.raises(SettingsError, match='dtype="float32"'):
         open_shard(path, framework="numpy")
@@ -92,7 +93,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
-def test_case_46_files_that_are_no_whole_shards(tmp_path: Path, body: bytes) -> None:
+def test_files_that_are_no_whole_shards(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "hostile.safetensors"
     path.write_bytes(body)
     for read in (lambda: open_shard(path), lambda: open_header(path), lambda: parse_shard(body)):
@@ -100,7 +101,7 @@ def test_case_46_files_that_are_no_whole_shards(tmp_path: Path, body: bytes) -> 
             read()
 
 
-def test_case_46_zeros_behind_a_true_header_are_found_by_the_checksum(tmp_path: Path) -> None:
+def test_zeros_behind_a_true_header_are_found_by_the_checksum(tmp_path: Path) -> None:
     path = tmp_path / "zeros.safetensors"
     path.write_bytes(WHOLE[:DATA_AT] + bytes(len(WHOLE) - DATA_AT))
     assert not open_shard(path).hidden_states.any()

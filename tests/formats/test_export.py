@@ -20,8 +20,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hsconnector.capture.header import open_header
 from hsconnector.capture.protocol import FailReason
-from hsconnector.capture.shard import open_header
 from hsconnector.formats.manifest import Description, Manifest, read_manifest
 from tests.feeding import Feeder
 from tests.formats.conftest import ROWS, Captured

@@ -12,7 +12,8 @@ from hs_connectors.transfer import FileTransfer
 from safetensors.torch import load_file
 from speculators.data_generation.offline import check_hidden_states, get_existing_hidden_state_indices
 
-from hsconnector.capture.shard import open_header, open_shard
+from hsconnector.capture.header import open_header
+from hsconnector.capture.shard import open_shard
 from hsconnector.errors import SettingsError
 from hsconnector.formats.speculators import Speculators
 from tests.formats.conftest import ROWS, Captured

@@ -15,7 +15,7 @@ from hsconnector.capture.protocol import (
     Span,
     new_capture_id,
 )
-from server.assembler import Assembly, Step
+from server.assembler import Action, Assembly
 
 ROW = 12
 
@@ -47,7 +47,7 @@ def commit(num_rows: int, token_bytes: int | None = None) -> Commit:
 def test_rows_that_contradict_fail_the_capture_by_name(message: Rows, words: str) -> None:
     capture = assembly()
     capture.wrote(4)
-    assert capture.rows_step(message) is Step.REFUSED
+    assert capture.action_on_rows(message) is Action.REFUSED
     answer = capture.answer(MessageStatus.FAILED)
     assert (answer.state, answer.reason) == (CaptureState.FAILED, FailReason.BAD_MESSAGE)
     assert words in answer.detail
@@ -65,7 +65,7 @@ def test_rows_that_contradict_fail_the_capture_by_name(message: Rows, words: str
 def test_a_commit_must_agree_with_what_was_received(received: int, message: Commit, words: str) -> None:
     capture = assembly()
     capture.wrote(received)
-    assert capture.commit_step(message) is Step.REFUSED
+    assert capture.action_on_commit(message) is Action.REFUSED
     assert capture.reason is FailReason.BAD_MESSAGE
     assert words in capture.detail
 
@@ -74,7 +74,7 @@ def test_a_commit_must_agree_with_what_was_received(received: int, message: Comm
 def test_rows_had_before_are_duplicates(start: int, count: int) -> None:
     capture = assembly()
     capture.wrote(4)
-    assert capture.rows_step(rows(start, count)) is Step.DUPLICATE
+    assert capture.action_on_rows(rows(start, count)) is Action.DUPLICATE
     assert capture.state is CaptureState.RECEIVING
 
 
@@ -96,18 +96,18 @@ class OneCapture(RuleBasedStateMachine):
 
     @rule(start=st.integers(-2, 12), count=st.integers(-1, 5), length_off=st.sampled_from([0, 0, 0, 1, -1]))
     def send(self, start: int, count: int, length_off: int) -> None:
-        step = self.capture.rows_step(rows(start, count, count * ROW + length_off))
+        action = self.capture.action_on_rows(rows(start, count, count * ROW + length_off))
         valid = count >= 1 and start >= 0
         if self.end is not None:
-            assert step is (Step.REFUSED if self.end is CaptureState.FAILED else Step.DUPLICATE)
+            assert action is (Action.REFUSED if self.end is CaptureState.FAILED else Action.DUPLICATE)
         elif valid and start + count <= len(self.written):
-            assert step is Step.DUPLICATE
+            assert action is Action.DUPLICATE
         elif valid and start == len(self.written) and length_off == 0:
-            assert step is Step.APPLY
+            assert action is Action.APPLY
             self.written += range(start, start + count)
             self.capture.wrote(count)
         else:
-            assert step is Step.REFUSED
+            assert action is Action.REFUSED
             self.end = CaptureState.FAILED
 
     @precondition(lambda self: self.end is None)
@@ -124,15 +124,15 @@ class OneCapture(RuleBasedStateMachine):
     @rule(off=st.sampled_from([0, 0, 1, -1]), short=st.sampled_from([0, 0, 1]))
     def commit(self, off: int, short: int) -> None:
         named = len(self.written) + off
-        step = self.capture.commit_step(commit(named, max(0, 8 * named - short)))
+        action = self.capture.action_on_commit(commit(named, max(0, 8 * named - short)))
         if self.end is not None:
-            assert step is (Step.REFUSED if self.end is CaptureState.FAILED else Step.DUPLICATE)
+            assert action is (Action.REFUSED if self.end is CaptureState.FAILED else Action.DUPLICATE)
         elif off == 0 and self.written and not short:
-            assert step is Step.APPLY
+            assert action is Action.APPLY
             self.end = CaptureState.READY
             self.capture.finish(CaptureState.READY)
         else:
-            assert step is Step.REFUSED
+            assert action is Action.REFUSED
             self.end = CaptureState.FAILED
 
     @rule(reason=st.sampled_from(list(FailReason)))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import (
     MAX_MESSAGES_BYTES,
     Batch,
@@ -60,14 +60,7 @@ def test_rows_arrive_while_the_request_runs(engine: Engine, http: httpx.Client, 
 
 def test_the_content_hash_is_that_of_the_protocol(engine: Engine, http: httpx.Client) -> None:
     name = engine.capture(3, lora="adapter", mm_hashes=("ab",))
-    expected = content_hash(
-        model="model",
-        model_revision="",
-        layer_ids=LAYERS,
-        lora="adapter",
-        mm_hashes=("ab",),
-        token_ids=pack_token_ids(range(3)),
-    )
+    expected = Content("model", "", LAYERS, "adapter", ("ab",)).hash_of(pack_token_ids(range(3)))
     assert http.get(f"/v1/captures/{name}").json()["content_hash"] == expected
     other = engine.capture(3, lora="adapter", mm_hashes=("ab",), expected_content_hash=expected)
     assert state_of(http, other) == ("ready", None)

@@ -335,7 +335,7 @@ def test_policies(tmp_path: Path, policy: str, state: str, reason: str | None) -
             assert wait_for_end(running.url, name) == (state, reason)
             assert wait_for_end(running.url, good) == ("ready", None)
             about = httpx.get(f"{running.url}/v1/captures/{name}").json()
-            assert "non_finite rows [17] slots [2]" in about["detail"]
+            assert "non_finite in rows [17] in slots [2]" in about["detail"]
             count = sum(1 for _ in running.store.rglob(f"{name}*"))
             assert count == (0 if policy == "reject" else 1)
     finally:

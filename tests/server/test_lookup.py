@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from hsconnector.capture.content import content_hash
+from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import FailReason, pack_token_ids
 from hsconnector.storage.queries import with_content
 from tests.feeding import Feeder
@@ -21,14 +21,7 @@ LAYERS = (0, 2, 5)
 
 
 def digest(token_ids: list[int], *, model: str = "tiny", layers: tuple[int, ...] = LAYERS) -> str:
-    return content_hash(
-        model=model,
-        model_revision="",
-        layer_ids=layers,
-        lora="",
-        mm_hashes=(),
-        token_ids=pack_token_ids(token_ids),
-    )
+    return Content(model, "", layers).hash_of(pack_token_ids(token_ids))
 
 
 def states(rows: int) -> torch.Tensor:

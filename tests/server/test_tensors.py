@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from hsconnector.capture.protocol import CaptureState, FailReason
-from server.http import Unsatisfiable, matches, parse_range
+from server.ranges import Unsatisfiable, matches, parse_range
 from tests.server.engine import LAYERS, Engine, opening, rows_of
 from tests.sidecar import SidecarThread
 
@@ -204,7 +204,7 @@ def test_quarantined_only_when_asked_for(engine: Engine, http: httpx.Client, sid
     name = engine.capture(values)
     refused = get(http, name)
     assert (refused.status_code, refused.json()["error"]["type"]) == (424, "capture_quarantined")
-    assert "zero_rows rows [16, 17" in refused.json()["error"]["message"]
+    assert "zero_rows in rows [16, 17" in refused.json()["error"]["message"]
     given_anyway = get(http, name, "?quarantined=1")
     assert (load(given_anyway.content)["hidden_states"] == values).all()
     about = http.get(f"/v1/captures/{name}").json()
@@ -251,7 +251,7 @@ BIG = rows_of(1000, hidden=8192)
 
 
 def test_deleting_during_a_read_does_not_disturb_it(sidecar: SidecarThread, http: httpx.Client) -> None:
-    """CASES 62: 96 MB, deleted after the first piece."""
+    """Over a map this could be a SIGBUS (safetensors#562): 96 MB, deleted after the first piece."""
     with Engine(sidecar.url, hidden_size=8192) as engine:
         name = engine.open(num_prompt_tokens=len(BIG))
         for start in range(0, len(BIG), 500):
@@ -270,7 +270,7 @@ def test_deleting_during_a_read_does_not_disturb_it(sidecar: SidecarThread, http
 def test_where_mapping_is_not_possible(
     http: httpx.Client, whole: bytes, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 63: FUSE mounts that answer ENODEV."""
+    """FUSE mounts that answer ENODEV to mmap (safetensors#195, #545)."""
 
     def no_map(*_: object, **__: object) -> None:
         raise OSError(errno.ENODEV, "no such device")
@@ -302,7 +302,7 @@ def test_readers_who_hang_up_leave_no_file_open(sidecar: SidecarThread, engine: 
 
 
 def test_readers_polling_while_shards_are_written_see_all_or_nothing(sidecar: SidecarThread) -> None:
-    """CASES 45, made smaller: 4 pollers, 60 shards, no partial read."""
+    """What vllm#37374 has lock files for: 4 pollers, 60 shards, no partial read."""
     values = rows_of(60)
     opened = [opening(num_prompt_tokens=60) for _ in range(60)]
     names = [message.capture.capture_id for message in opened]

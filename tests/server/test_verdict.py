@@ -50,7 +50,7 @@ def test_random_rows_are_sound(values: Values) -> None:
 
 
 def test_zero_rows_are_listed(values: Values) -> None:
-    """CASES 3: rows 16 to 31 of 64 x 5 x 32 are zero."""
+    """vllm#51328: rows 16 to 31 of 64 x 5 x 32 are zero."""
     values[16:32] = 0
     values[20] = -0.0
     verdict = judge(values)
@@ -61,7 +61,7 @@ def test_zero_rows_are_listed(values: Values) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite(values: Values, bad: float) -> None:
-    """CASES 44: the verdict says slot and row."""
+    """NaN that a trainer went on with (speculators#615): the verdict says slot and row."""
     values[17, 3, 5] = bad
     verdict = judge(values)
     assert verdict.reasons == ("non_finite",)
@@ -143,7 +143,7 @@ def test_a_zero_slot_is_named(values: Values) -> None:
 
 
 def test_all_zero() -> None:
-    """CASES 1: a wrong block size gives this and a loss that looks fine."""
+    """A wrong block size gives this and a loss that looks fine (vllm#46301)."""
     verdict = judge(torch.zeros(200, 5, 32))
     assert set(verdict.reasons) == {"zero_rows", "equal_slots"}
     found = finding(verdict, "zero_rows")
@@ -153,6 +153,23 @@ def test_all_zero() -> None:
 def test_one_row_and_one_slot() -> None:
     assert judge(random(1, 1, 8)).sound
     assert judge(torch.ones(1, 1, 1)).sound
+
+
+@pytest.mark.parametrize("kind", ["rows", "flat rows", "slots"])
+def test_what_differs_in_one_element_is_sound(values: Values, kind: str) -> None:
+    """A few elements are compared first; that they are equal must not be the last word, whichever one differs."""
+    for element in range(1, 63):
+        wide = random(rows=8, slots=2, hidden=64, dtype=values.dtype)
+        if kind == "rows":
+            wide[:] = wide[0]
+            wide[1::2, 1, element] += 1
+        elif kind == "flat rows":
+            wide[3] = torch.tensor([[1.0], [2.0]]).to(values.dtype)
+            wide[3, 1, element] = 5
+        else:
+            wide[:, 1] = wide[:, 0]
+            wide[5, 1, element] += 1
+        assert judge(wide).sound and judge(wide, chunks=[4, 4]).sound, element
 
 
 def oracle(values: Values) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from hsconnector.capture.protocol import RingOffer
 from hsconnector.errors import RingError
 
-__all__ = ["Ring"]
+__all__ = ["MappedRing"]
 
 
-class Ring:
+class MappedRing:
     """The shared file of one producer, mapped read-only.
 
     Its bytes are only ever handed to `pwrite`: a file that shrinks under a map kills whoever touches the map
@@ -28,7 +28,7 @@ class Ring:
         self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
     @classmethod
-    def open(cls, shm_dir: Path, offer: RingOffer) -> Ring:
+    def open(cls, shm_dir: Path, offer: RingOffer) -> MappedRing:
         """Opens a ring by its bare name; raises `RingError` with one line for whoever offered it."""
         name = offer.name
         if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:

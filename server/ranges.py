@@ -1,16 +1,10 @@
-"""The parts of HTTP that a shard's reader may use: ranges, tags, and a response that streams a shard."""
+"""Which bytes of a file a request asks for: its `Range`, and the tags it compares (RFC 9110, 8.8.3, 13.1 and 14.2)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
 
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
-__all__ = ["MEDIA_TYPE", "ByteRange", "StreamedFile", "Unsatisfiable", "matches", "parse_range"]
-
-MEDIA_TYPE = "application/octet-stream"
+__all__ = ["ByteRange", "Unsatisfiable", "matches", "parse_range"]
 
 ByteRange = tuple[int, int]
 """First byte and the one after the last."""
@@ -47,25 +41,3 @@ def matches(header: str | None, tag: str, *, weak: bool) -> bool:
     if weak:
         return tags == ["*"] or tag in [part.removeprefix("W/") for part in tags]
     return tags == [tag]
-
-
-class StreamedFile(StreamingResponse):
-    """Streams bytes of a known length, and closes their source whatever happens."""
-
-    def __init__(
-        self,
-        chunks: AsyncIterator[bytes | memoryview],
-        *,
-        status: int,
-        length: int,
-        headers: Mapping[str, str],
-        close: Callable[[], None],
-    ) -> None:
-        super().__init__(chunks, status, {**headers, "content-length": str(length)}, MEDIA_TYPE)
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
