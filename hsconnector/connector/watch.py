@@ -60,12 +60,12 @@ class Glance:
         self._differs = differs
         if differs.device.type == "cuda":
             self._differs = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differs, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def done(self) -> bool:
         """Whether `changed` needs no waiting."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     @property
     def changed(self) -> bool:

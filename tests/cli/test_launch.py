@@ -179,7 +179,7 @@ def distribution(folder: Path, name: str, version: str) -> Path:
 
 def launched(model: Path, path: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with `path` before everything that is installed."""
-    command = [Path(sys.executable).with_name("hsconnector"), "launch", str(model), *arguments]
+    command = [str(Path(sys.executable).with_name("hsconnector")), "launch", str(model), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(path)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
 
@@ -231,7 +231,7 @@ def test_signals_reach_the_engine(model: Path, tmp_path: Path) -> None:
             signal.pause()
         """,
     )
-    command = [Path(sys.executable).with_name("hsconnector"), "launch", str(model)]
+    command = [str(Path(sys.executable).with_name("hsconnector")), "launch", str(model)]
     environment = {**os.environ, "PYTHONPATH": str(engine)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

@@ -193,7 +193,7 @@ class TestScheduler:
 
     def test_both_entry_points_agree(self, config: VllmConfig) -> None:
         """vllm#42620: a connector that supports hybrids is asked with all groups, another with the only one."""
-        answers = []
+        answers: list[tuple[Any, ...]] = []
         for ask in ("one", "all"):
             connector = scheduler_side(config)
             whole, half = request("whole"), request("half")

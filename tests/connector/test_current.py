@@ -12,7 +12,7 @@ from hsconnector.connector.weights import loaded_weights
 from tests.connector.checkpoints import engine_config, tensors, write
 
 
-def engine(folder: Path) -> tuple[torch.nn.Module, Current]:
+def engine(folder: Path) -> tuple[torch.nn.Linear, Current]:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     return model, Current(engine_config(folder), Watch(model))
