@@ -8,6 +8,8 @@ HSConnectorError
 ├── ShardError (ValueError)         bytes that are not a whole shard
 ├── CheckpointError (ValueError)    weight files that are not there, or are not what their names say
 ├── RingError                       staging memory that cannot be created, opened or trusted
+├── IndexFault                      the index of a store cannot be read or written; carries the way out
+│   └── BrokenIndex                 it is damaged: only a new one helps
 ├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
 ├── TransportError (ConnectionError)
 │   ├── SidecarUnreachable          nobody answers, not in time, or that it cannot now
@@ -24,6 +26,7 @@ HSConnectorError
 from __future__ import annotations
 
 __all__ = [
+    "BrokenIndex",
     "CaptureError",
     "CaptureExpired",
     "CaptureFailed",
@@ -32,6 +35,7 @@ __all__ = [
     "CaptureQuarantined",
     "CheckpointError",
     "HSConnectorError",
+    "IndexFault",
     "LayoutError",
     "ProducerUnknown",
     "ProtocolError",
@@ -76,6 +80,18 @@ class CheckpointError(HSConnectorError, ValueError):
 
 class RingError(HSConnectorError):
     """Staging memory that cannot be created, opened or trusted."""
+
+
+class IndexFault(HSConnectorError):
+    """The index of a store cannot be read or written; `way_out` is what a person can do, as an order."""
+
+    def __init__(self, message: str, way_out: str = "see to that") -> None:
+        super().__init__(message)
+        self.way_out = way_out
+
+
+class BrokenIndex(IndexFault):
+    """The index is damaged, or does not hold what this version writes: only a new one helps."""
 
 
 class StoreError(HSConnectorError, OSError):

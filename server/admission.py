@@ -12,16 +12,15 @@ none: the next one would fill it and wait once more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from hsconnector.capture.header import header_room
 from hsconnector.capture.protocol import Batch, Open, Rows
 from hsconnector.capture.record import metadata_of
-from server.metrics import Metrics
+from server.holdings import Holdings
 from server.retention import Retention
-from server.store import Store
 from server.streams import ProducerStream
-from server.waiting import ROOM, Waiters
+from server.waiting import ROOM
+from server.writer import Writer
 
 __all__ = ["Admission", "bytes_needed"]
 
@@ -32,23 +31,13 @@ POLL_S = 0.25
 class Admission:
     """Lets a batch through when there is room for it, or when waiting has not helped; lives in the event loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        retention: Retention,
-        waiters: Waiters,
-        metrics: Metrics,
-        wait_s: float,
-        write: Callable[[Callable[[int], bool], int], Awaitable[bool]],
-        turnover: Callable[[], int],
-    ) -> None:
-        self._store = store
+    def __init__(self, holdings: Holdings, retention: Retention, writer: Writer, wait_s: float) -> None:
+        self._holdings = holdings
+        self._store = holdings.store
+        self._waiters = holdings.waiters
         self._retention = retention
-        self._waiters = waiters
-        self._metrics = metrics
+        self._writer = writer
         self._wait_s = wait_s
-        self._write = write
-        self._turnover = turnover
         self._full_since, self._full_at = 0.0, -1
         """When the store was found full, and what its turnover was then."""
 
@@ -61,17 +50,17 @@ class Admission:
             return
         if await self._fits(more):
             return
-        self._metrics.full_waits.inc()
+        self._holdings.metrics.full_waits.inc()
         clock = asyncio.get_running_loop().time
-        if self._full_at != self._turnover():
-            self._full_since, self._full_at = clock(), self._turnover()
+        if self._full_at != self._holdings.turnover:
+            self._full_since, self._full_at = clock(), self._holdings.turnover
         deadline = self._full_since + min(self._wait_s, stream.producer.patience_s / 2)
         while (left := deadline - clock()) > 0 and not self._waiters.closing:
             if await self._waiters.until(ROOM, lambda: self._fits(more), bool, min(left, POLL_S)):
                 return
 
     async def _fits(self, more: int) -> bool:
-        return await self._write(self._retention.make_room, more)
+        return await self._writer.run(self._retention.make_room, more)
 
 
 def bytes_needed(stream: ProducerStream, batch: Batch) -> int:

@@ -28,7 +28,7 @@ from hsconnector.errors import (
 from server.auth import Gate
 from server.refusals import Refusal
 from server.routes import ROUTERS
-from server.service import Sidecar
+from server.service import Service
 
 __all__ = ["build_app", "envelope"]
 
@@ -45,7 +45,7 @@ STATUS: dict[type[HSConnectorError], tuple[int, str]] = {
 }
 
 
-def build_app(sidecar: Sidecar) -> FastAPI:
+def build_app(sidecar: Service) -> FastAPI:
     """The sidecar's HTTP side; starts and stops `sidecar` with its lifespan."""
 
     @contextlib.asynccontextmanager

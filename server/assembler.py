@@ -83,9 +83,9 @@ class Assembly:
         """`count` more rows lie in the shard."""
         self.rows += count
 
-    def finish(self, state: CaptureState) -> None:
-        """The shard has its name: ready or quarantined."""
-        self.state = state
+    def finish(self, state: CaptureState, detail: str = "") -> None:
+        """The shard has its name: ready or quarantined; `detail` says what is unsound about it."""
+        self.state, self.detail = state, detail
 
     def fail(self, reason: FailReason, detail: str) -> bool:
         """Ends the capture without a shard; False where it had ended before."""

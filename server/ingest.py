@@ -1,14 +1,13 @@
-"""Protocol messages -> assembler -> store. Everything here runs on one thread, in order.
+"""Protocol messages -> assembler -> store. Everything here runs on the writer's thread, in order.
 
-Whatever is wrong with one message fails that message's capture and nothing else. An answer is given only for what
-the index has been told.
+Whatever is wrong with one message fails that message's capture and nothing else. An answer is given only once the index
+has been told of what it says.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -30,16 +29,15 @@ from hsconnector.capture.protocol import (
     Rows,
     Span,
 )
-from hsconnector.capture.record import CaptureRecord, Finding, FindingKind, Verdict, client_ids, record_of
+from hsconnector.capture.record import CaptureRecord, Finding, FindingKind, Verdict, record_of
 from hsconnector.errors import RingError
 from server.assembler import Action, Assembly
-from server.catalog import Catalog
+from server.holdings import Holdings
 from server.mapped_ring import MappedRing
-from server.metrics import Metrics
 from server.refusals import producer_unknown, sequence_gap
 from server.settings import OnUnsound, Settings
 from server.shards import ShardWriter
-from server.store import FULL, Store
+from server.store import FULL
 from server.streams import OpenCapture, ProducerStream, check_info
 from server.verdict import Judge
 
@@ -53,8 +51,8 @@ class SpanRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a commit ends."""
+class Judged:
+    """What a whole capture is found to be."""
 
     state: CaptureState
     verdict: Verdict
@@ -62,31 +60,15 @@ class Outcome:
 
 
 class Ingest:
-    """The streams of all producers, and what becomes of their captures.
+    """The streams of all producers, and what becomes of their captures."""
 
-    `announce` is called with the names (capture ids, request ids) of captures that have become final.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        store: Store,
-        catalog: Catalog,
-        metrics: Metrics,
-        announce: Callable[[list[str]], None],
-    ) -> None:
+    def __init__(self, settings: Settings, holdings: Holdings) -> None:
         self.settings = settings
-        self.store = store
-        self.catalog = catalog
-        self.metrics = metrics
-        self.announce = announce
-        self.troubles: dict[str, str] = {}
-        """What cannot be written at the moment, and why; empty when all is well."""
-        self.turnover = 0
-        """Bytes of shards that have got their place or left it, ever; read from any thread."""
         self.streams: dict[str, ProducerStream] = {}
+        self._holdings = holdings
+        self._store = holdings.store
+        self._metrics = holdings.metrics
         self._owners: dict[str, ProducerStream] = {}
-        self._finished: list[CaptureRecord] = []
         self._buffer = bytearray()
 
     def register(self, producer: Producer) -> ProducerAccepted:
@@ -95,11 +77,11 @@ class Ingest:
             s for s in self.streams.values() if producer.instance and s.producer.instance == producer.instance
         ]:
             self._end(given_up, FailReason.SIDECAR_UNREACHABLE, "its producer gave this stream up and opened another")
-            self.settle()
+            self._settle()
         ring, reason = self._open_ring(producer)
         stream = ProducerStream(producer, ring)
         self.streams[stream.producer_id] = stream
-        self.metrics.producers.set(len(self.streams))
+        self._metrics.producers.set(len(self.streams))
         log.info(
             "stream %s: engine %r, layers %s, ring %s",
             stream.producer_id,
@@ -121,17 +103,17 @@ class Ingest:
         if stream is None:
             raise producer_unknown(batch.producer_id)
         if batch.seq == stream.last_seq and stream.last_answer is not None:
-            self.metrics.batches.labels("repeated").inc()
+            self._metrics.batches.labels("repeated").inc()
             return stream.last_answer
         if batch.seq != stream.last_seq + 1:
             raise sequence_gap(batch.seq, stream.last_seq + 1)
-        with self.metrics.batch_seconds.time():
+        with self._metrics.batch_seconds.time():
             answers = tuple(self._answer(stream, message, payload) for message in batch.messages)
             stream.last_seq, stream.last_answer = batch.seq, BatchAnswer(batch.seq, answers)
             if batch.close:
                 self._end(stream, FailReason.ENGINE_SHUTDOWN, "the engine closed its stream while this was open")
-            self.settle()
-        self.metrics.batches.labels("taken").inc()
+            self._settle()
+        self._metrics.batches.labels("taken").inc()
         return stream.last_answer
 
     def lose_silent(self) -> None:
@@ -140,43 +122,18 @@ class Ingest:
         for stream in list(self.streams.values()):
             silent = now - stream.seen
             if silent > self.settings.heartbeat_s and not stream.waiting:
-                self.metrics.lost.inc()
+                self._metrics.lost.inc()
                 log.warning(
                     "stream %s: engine %r is silent for %.1f s", stream.producer_id, stream.producer.engine_id, silent
                 )
                 self._end(stream, FailReason.ENGINE_LOST, f"its engine said nothing for {silent:.1f} s")
-        self.settle()
-
-    def delete(self, record: CaptureRecord) -> None:
-        """Removes a final capture's shard and leaves a tombstone; one that the store has lost does not come back."""
-        known = self.catalog.get(record.capture_id)
-        if known is not None and known.lost:
-            self.store.remove(known.capture_id, 0)
-            self._expire(msgspec.structs.replace(known, reason=None), "deleted")
-        else:
-            self.remove(record, "deleted")
-        self.settle()
-
-    def remove(self, record: CaptureRecord, detail: str, reason: FailReason | None = None) -> bool:
-        """The same, told to nobody before `settle`; False where it had gone before."""
-        known = self.catalog.get(record.capture_id)
-        if known is None or known.state not in (CaptureState.READY, CaptureState.QUARANTINED, CaptureState.FAILED):
-            return False
-        self.store.remove(known.capture_id, known.size)
-        self.turnover += known.size
-        self._expire(msgspec.structs.replace(known, reason=reason), detail)
-        return True
-
-    def gone(self, record: CaptureRecord) -> None:
-        """Notes that a shard's file is not there any more; where it is again at a later start, so is the capture."""
-        self.remove(record, "its shard file is gone", FailReason.STORE_ERROR)
-        self.settle()
+        self._settle()
 
     def close(self) -> None:
         """Ends every stream: the sidecar stops."""
         for stream in list(self.streams.values()):
             self._end(stream, FailReason.SIDECAR_RESTARTED, "the sidecar stopped while this was open")
-        self.settle()
+        self._settle()
 
     def progress(self, capture_id: str) -> int | None:
         """Rows received of a capture that is being received; readable from any thread."""
@@ -184,19 +141,9 @@ class Ingest:
         capture = stream.open.get(capture_id) if stream else None
         return capture.assembly.rows if capture else None
 
-    def settle(self) -> None:
-        """Commits the index, then tells the waiting."""
-        trouble = self.catalog.flush()
-        if trouble:
-            self.troubles["index"] = trouble
-        else:
-            self.troubles.pop("index", None)
-        finished, self._finished = self._finished, []
-        names = [name for record in finished for name in _names(record)]
-        if names:
-            self.announce(names)
-        self.metrics.receiving.set(len(self._owners))
-        self.metrics.store_bytes.set(self.store.used)
+    def _settle(self) -> None:
+        self._holdings.settle()
+        self._metrics.receiving.set(len(self._owners))
 
     def _open_ring(self, producer: Producer) -> tuple[MappedRing | None, str]:
         if producer.ring is None:
@@ -245,7 +192,7 @@ class Ingest:
             capture = owner.open[info.capture_id]
             capture.assembly.fail(FailReason.ENGINE_LOST, "it was opened again in another stream")
             self._drop(owner, capture)
-        known = self.catalog.get(info.capture_id)
+        known = self._holdings.catalog.get(info.capture_id)
         if known is not None:
             return _known(
                 known, MessageStatus.FAILED if known.state is CaptureState.FAILED else MessageStatus.DUPLICATE
@@ -257,17 +204,17 @@ class Ingest:
         record = record_of(producer, info)
         judge = Judge(producer.dtype, producer.layer_ids, producer.hidden_size)
         try:
-            self.store.check_room(1)
-            folder = self.store.folder(info.capture_id)
+            self._store.check_room(1)
+            folder = self._store.folder(info.capture_id)
             shard = ShardWriter(folder, producer, info, inspect=judge.take, buffer=self._buffer)
         except OSError as error:
             reason, detail = self._store_failure(info.capture_id, error)
-            self._finish(msgspec.structs.replace(record, state=CaptureState.FAILED, reason=reason, detail=detail))
+            self._holdings.end(msgspec.structs.replace(record, state=CaptureState.FAILED, reason=reason, detail=detail))
             return _failed(reason, detail)
         capture = OpenCapture(Assembly(info, producer.row_bytes), judge, shard)
         stream.open[info.capture_id] = capture
         self._owners[info.capture_id] = stream
-        self.catalog.put(record)
+        self._holdings.catalog.put(record)
         return capture.assembly.answer(MessageStatus.OK)
 
     def _rows(self, stream: ProducerStream, capture: OpenCapture, message: Rows, payload: memoryview) -> Action:
@@ -284,50 +231,50 @@ class Ingest:
                 raise
         _check_still_there(stream, message.span)
         capture.assembly.wrote(message.count)
-        self.troubles.pop("store", None)
-        self.metrics.rows.inc(message.count)
-        self.metrics.row_bytes.labels("shm" if message.span.shared else "body").inc(message.span.length)
+        self._holdings.troubles.pop("store", None)
+        self._metrics.rows.inc(message.count)
+        self._metrics.row_bytes.labels("shm" if message.span.shared else "body").inc(message.span.length)
         return action
 
     def _commit(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Action:
         action = capture.assembly.action_on_commit(message)
         if action is not Action.APPLY:
             return action
-        outcome = self._judge(stream, capture, message)
-        if outcome.state is CaptureState.FAILED:
-            capture.assembly.fail(FailReason.UNSOUND, outcome.verdict.phrase)
+        judged = self._judge(stream, capture, message)
+        if judged.state is CaptureState.FAILED:
+            capture.assembly.fail(FailReason.UNSOUND, judged.verdict.phrase)
             return Action.REFUSED
         capture_id = capture.assembly.info.capture_id
-        folder = self.store.folder(capture_id, outcome.state)
+        folder = self._store.folder(capture_id, judged.state)
         folder.mkdir(parents=True, exist_ok=True)
         published = capture.shard.publish(
             folder,
             message.token_ids,
-            content_hash=outcome.content_hash,
+            content_hash=judged.content_hash,
             finish_reason=message.finish_reason,
             durable=self.settings.durable,
         )
-        capture.assembly.finish(outcome.state)
-        self.store.used += published.size - capture.reserved
-        self.turnover += published.size
+        capture.assembly.finish(judged.state, judged.verdict.phrase)
+        self._store.used += published.size - capture.reserved
+        self._holdings.turnover += published.size
         del stream.open[capture_id], self._owners[capture_id]
-        self._finish(
+        self._holdings.end(
             msgspec.structs.replace(
                 record_of(stream.producer, capture.assembly.info),
-                state=outcome.state,
-                detail=outcome.verdict.phrase,
+                state=judged.state,
+                detail=judged.verdict.phrase,
                 num_rows=message.num_rows,
                 finish_reason=message.finish_reason[:64],
-                content_hash=outcome.content_hash,
+                content_hash=judged.content_hash,
                 data_hash=published.data_hash,
                 size=published.size,
                 mtime_ns=published.mtime_ns,
-                verdict=outcome.verdict,
+                verdict=judged.verdict,
             )
         )
         return action
 
-    def _judge(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Outcome:
+    def _judge(self, stream: ProducerStream, capture: OpenCapture, message: Commit) -> Judged:
         producer, info = stream.producer, capture.assembly.info
         found = content_of(producer, info).hash_of(message.token_ids)
         verdict = capture.judge.verdict(message.token_ids)
@@ -338,17 +285,17 @@ class Ingest:
             log.warning("capture %s: unsound: %s", info.capture_id, verdict.phrase)
             state = _UNSOUND[self.settings.on_unsound]
             for reason in verdict.reasons:
-                self.metrics.findings.labels(reason).inc()
-        return Outcome(state, verdict, found)
+                self._metrics.findings.labels(reason).inc()
+        return Judged(state, verdict, found)
 
     def _reserve(self, capture: OpenCapture, size: int) -> None:
         more = size - capture.reserved
-        self.store.check_room(more)
-        self.store.used += more
+        self._store.check_room(more)
+        self._store.used += more
         capture.reserved = size
 
     def _not_open(self, message: Rows | Commit | Fail) -> MessageAnswer:
-        known = self.catalog.get(message.capture_id)
+        known = self._holdings.catalog.get(message.capture_id)
         if known is None:
             return _failed(
                 FailReason.BAD_MESSAGE, f"capture {message.capture_id[:64]!r} was never opened in this stream"
@@ -365,11 +312,11 @@ class Ingest:
             capture.shard.abort()
         except OSError as error:
             log.error("capture %s: %s cannot be removed: %s", capture_id, capture.shard.path, error)
-        self.store.used -= capture.reserved
+        self._store.used -= capture.reserved
         del stream.open[capture_id], self._owners[capture_id]
         record = record_of(stream.producer, assembly.info)
         log.info("capture %s: failed as %s: %s", capture_id, assembly.reason, assembly.detail)
-        self._finish(
+        self._holdings.end(
             msgspec.structs.replace(
                 record, state=assembly.state, reason=assembly.reason, detail=assembly.detail, num_rows=assembly.rows
             )
@@ -381,26 +328,12 @@ class Ingest:
             self._drop(stream, capture)
         del self.streams[stream.producer_id]
         stream.end()
-        self.metrics.producers.set(len(self.streams))
-
-    def _finish(self, record: CaptureRecord) -> None:
-        record = msgspec.structs.replace(record, finished=time.time())
-        self.catalog.put(record)
-        self._finished.append(record)
-        self.metrics.captures.labels(record.state, record.reason or "").inc()
-
-    def _expire(self, record: CaptureRecord, detail: str) -> None:
-        record = msgspec.structs.replace(
-            record, state=CaptureState.EXPIRED, detail=detail, size=0, finished=time.time()
-        )
-        self.catalog.put(record)
-        self._finished.append(record)
-        self.metrics.expired.inc()
+        self._metrics.producers.set(len(self.streams))
 
     def _store_failure(self, capture_id: str, error: OSError) -> tuple[FailReason, str]:
         reason = FailReason.DISK_FULL if error.errno in FULL else FailReason.STORE_ERROR
         detail = error.strerror or str(error)
-        self.troubles["store"] = f"{reason}: {detail}"
+        self._holdings.troubles["store"] = f"{reason}: {detail}"
         log.error("capture %s: the store took no more: %s", capture_id, detail)
         return reason, detail
 
@@ -451,10 +384,3 @@ def _known(record: CaptureRecord, status: MessageStatus) -> MessageAnswer:
 def _with_wrong_hash(verdict: Verdict, expected: str, found: str) -> Verdict:
     wrong = Finding(FindingKind.WRONG_CONTENT_HASH, 1, detail=f"expected {expected[:64]}, the capture has {found}")
     return Verdict(False, (*verdict.reasons, wrong.reason), (*verdict.findings, wrong), verdict.slots)
-
-
-def _names(record: CaptureRecord) -> Iterator[str]:
-    yield record.capture_id
-    yield f"request:{record.request_id}"
-    for name in client_ids(record.request_id):
-        yield f"request:{name}"

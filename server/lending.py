@@ -1,51 +1,34 @@
-"""Leases and retention as the routes ask for them: on the writer's thread, waiting where there is nothing to lend."""
+"""Leases as the routes ask for them: on the writer's thread, waiting where there is nothing to lend."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from server.catalog import Catalog
-from server.leases import Ack, Lease, Leases, Wanted
+from server.holdings import Holdings
+from server.lease import Ack, Lease, Wanted
+from server.leases import Leases
 from server.refusals import Refusal
-from server.retention import Collection, Limits, Retention, Selection
-from server.waiting import LEASES, Waiters
+from server.retention import Retention
+from server.waiting import LEASES
+from server.writer import Writer
 
 __all__ = ["Lending"]
 
 POLL_S = 1.0
 """Deadlines pass without telling."""
-_T = TypeVar("_T")
-
-
-class Write(Protocol):
-    """Runs a function on the writer's thread."""
-
-    def __call__(self, function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]: ...
 
 
 class Lending:
     """What consumers may do with captures."""
 
-    def __init__(
-        self,
-        leases: Leases,
-        retention: Retention,
-        catalog: Catalog,
-        waiters: Waiters,
-        write: Write,
-        settle: Callable[[], None],
-        announce: Callable[[list[str]], None],
-    ) -> None:
-        self.limits = retention.limits
+    def __init__(self, leases: Leases, retention: Retention, holdings: Holdings, writer: Writer) -> None:
         self._leases = leases
         self._retention = retention
-        self._catalog = catalog
-        self._waiters = waiters
-        self._write = write
-        self._settle = settle
-        self._announce = announce
+        self._holdings = holdings
+        self._waiters = holdings.waiters
+        self._writer = writer
 
     async def take(self, wanted: Wanted, wait_s: float = 0) -> tuple[Lease, int, int]:
         """A lease, waiting until something is free; also how many captures are lent in its queue and being received."""
@@ -55,64 +38,42 @@ class Lending:
             left = max(0.0, end - clock())
             lease = await self._waiters.until(LEASES, lambda: self._taken(wanted), _has_captures, min(left, POLL_S))
             if lease.captures or left <= POLL_S or self._waiters.closing:
-                return lease, *await self._write(self._pending, wanted.queue)
+                return lease, *await self._writer.run(self._yet_to_come, wanted.queue)
 
     async def ack(self, lease_id: str, capture_ids: Sequence[str] | None, *, remove: bool) -> dict[str, Ack]:
         """Acknowledges; raises `Refusal` where all of it comes late."""
-
-        def settle() -> dict[str, Ack]:
-            answers = self._leases.ack(lease_id, capture_ids, remove=remove)
-            if remove:
-                self._retention.remove_asked()
-                self._settle()
-            self._announce([])
-            return answers
-
-        answers = await self._write(settle)
+        answers = await self._writer.run(self._acked, lease_id, capture_ids, remove=remove)
         if answers and set(answers.values()) == {Ack.LEASE_EXPIRED}:
-            raise Refusal(409, "lease_expired", await self._write(self._leases.end, lease_id), "lease_id")
+            raise Refusal(409, "lease_expired", await self._writer.run(self._leases.end, lease_id), "lease_id")
         return answers
 
     async def release(self, lease_id: str, capture_ids: Sequence[str] | None) -> list[str]:
         """Gives captures back."""
-        released = await self._write(self._leases.release, lease_id, capture_ids)
-        self._announce([])
+        released = await self._writer.run(self._leases.release, lease_id, capture_ids)
+        self._waiters.announce()
         return released
 
     async def renew(self, lease_id: str, deadline_s: float) -> float:
         """Moves a deadline; the new one."""
-        return await self._write(self._leases.renew, lease_id, deadline_s)
+        return await self._writer.run(self._leases.renew, lease_id, deadline_s)
 
     async def counts(self) -> list[dict[str, Any]]:
         """What each consumer was lent."""
-        return await self._write(self._leases.counts)
-
-    async def collect(self, limits: Limits, *, dry_run: bool) -> Collection:
-        """Applies limits."""
-        return await self._write(self._collected, lambda: self._retention.collect(limits, dry_run=dry_run))
-
-    async def collect_selected(self, selection: Selection, *, dry_run: bool) -> Collection:
-        """Removes what a person named."""
-        found = lambda: self._retention.collect_selected(selection, dry_run=dry_run)  # noqa: E731
-        return await self._write(self._collected, found)
-
-    def sweep(self) -> None:
-        """Frees leases past their deadline and removes what must go; on the writer's thread."""
-        self._leases.expire()
-        if self._retention.sweep():
-            self._settle()
-        self._announce([])
+        return await self._writer.run(self._leases.counts)
 
     async def _taken(self, wanted: Wanted) -> Lease:
-        return await self._write(self._leases.take, wanted)
+        return await self._writer.run(self._leases.take, wanted)
 
-    def _collected(self, collect: Callable[[], Collection]) -> Collection:
-        collection = collect()
-        self._settle()
-        return collection
+    def _acked(self, lease_id: str, capture_ids: Sequence[str] | None, *, remove: bool) -> dict[str, Ack]:
+        answers = self._leases.ack(lease_id, capture_ids, remove=remove)
+        if remove:
+            self._retention.remove_asked()
+            self._holdings.settle()
+        self._waiters.announce()
+        return answers
 
-    def _pending(self, queue: str) -> tuple[int, int]:
-        return self._leases.outstanding(queue), len(self._catalog.receiving())
+    def _yet_to_come(self, queue: str) -> tuple[int, int]:
+        return self._leases.outstanding(queue), len(self._holdings.catalog.receiving())
 
 
 def _has_captures(lease: Lease) -> bool:

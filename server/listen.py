@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from server.app import build_app
-from server.service import Sidecar
+from server.service import Service
 from server.settings import Settings
 
 __all__ = ["SidecarServer", "listen", "public_url_of", "url_of"]
@@ -89,7 +89,7 @@ def _answers(path: Path) -> bool:
 class SidecarServer(uvicorn.Server):
     """Runs one sidecar on bound sockets; `ready` is called once it answers."""
 
-    def __init__(self, sidecar: Sidecar, ready: Callable[[], None]) -> None:
+    def __init__(self, sidecar: Service, ready: Callable[[], None]) -> None:
         settings = sidecar.settings
         super().__init__(
             uvicorn.Config(

@@ -6,13 +6,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from hsconnector.capture.protocol import CaptureState, FailReason
 from hsconnector.capture.record import FindingKind
+from server.lease import LeaseEvent
+from server.leaving import Why
 
-__all__ = ["OUTCOMES", "REMOVED", "Metrics"]
+__all__ = ["Metrics"]
 
-OUTCOMES = ("delivered", "redelivered", "acked", "released", "expired", "late")
-"""Every outcome of a lease."""
-REMOVED = ("asked", "ttl", "acked", "oldest", "selected")
-"""Every reason to remove a capture."""
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -83,9 +81,9 @@ class Metrics:
             self.findings.labels(finding)
         for result in ("taken", "repeated", "refused"):
             self.batches.labels(result)
-        for outcome in OUTCOMES:
+        for outcome in LeaseEvent:
             self.lent.labels(outcome)
-        for why in REMOVED:
+        for why in Why:
             self.removed.labels(why)
         for via in ("shm", "body"):
             self.row_bytes.labels(via)

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import sqlite3
 import stat
 import time
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ import msgspec
 from hsconnector.capture.header import ShardHeader, check_written_by_sidecar, data_hasher, read_header
 from hsconnector.capture.protocol import CaptureState, FailReason, is_capture_id
 from hsconnector.capture.record import CaptureRecord, Verdict, record_of_header
-from hsconnector.errors import ShardError, StoreError
-from server.catalog import Catalog, is_broken, refusal, two_hex
+from hsconnector.errors import BrokenIndex, IndexFault, ShardError, StoreError
+from hsconnector.storage.folder import SUFFIX, two_hex
+from server.catalog import Catalog, refusal
 from server.metrics import Metrics
 from server.shards import PIECE_BYTES, is_regular
 from server.store import Store
@@ -34,8 +34,7 @@ __all__ = ["inspect_shard", "record_of_shard", "recover", "reindex_store"]
 
 log = logging.getLogger("hsconnector.server.recovery")
 
-_SUFFIX = ".safetensors"
-_LOCK_SUFFIX = f"{_SUFFIX}.lock"
+_LOCK_SUFFIX = f"{SUFFIX}.lock"
 """What the connector's `file_backend` holds beside a shard that is still to come."""
 
 
@@ -47,18 +46,16 @@ def recover(store: Store, catalog: Catalog, metrics: Metrics, *, read_all: bool 
     """Makes index and shards agree, fails what was being received when the last sidecar ended; counts whole shards.
 
     An index that turns out to be damaged is begun anew. Raises `StoreError` where the disk of the shards seems to be
-    missing (not with `read_all`, which takes the shards' word) and `sqlite3.Error` where the index cannot be used now.
+    missing (not with `read_all`, which takes the shards' word) and `IndexFault` where the index cannot be used now.
     """
     try:
         try:
             return _recovered(store, catalog, metrics, read_all)
-        except sqlite3.Error as error:
-            if not is_broken(error):
-                raise
-            catalog.start_anew(error)
+        except BrokenIndex as fault:
+            catalog.start_anew(fault)
             return _recovered(store, catalog, metrics, read_all)
-    except sqlite3.Error as error:
-        raise refusal(catalog.path, error) from error
+    except IndexFault as fault:
+        raise refusal(catalog.path, fault) from fault
 
 
 def _recovered(store: Store, catalog: Catalog, metrics: Metrics, read_all: bool) -> int:
@@ -105,11 +102,11 @@ def _keep(catalog: Catalog) -> str:
     """Commits; a full disk, say, must not keep a sidecar from starting: it is where room is made."""
     try:
         catalog.commit()
-    except sqlite3.Error as error:
-        if is_broken(error):
-            raise
-        log.error("the index cannot be written, what the start has found waits for it: %s", error)
-        return str(error)
+    except BrokenIndex:
+        raise
+    except IndexFault as fault:
+        log.error("the index cannot be written, what the start has found waits for it: %s", fault)
+        return str(fault)
     return ""
 
 
@@ -118,12 +115,9 @@ def reindex_store(root: Path) -> tuple[int, int]:
     store = Store(root)
     metrics = Metrics()
     try:
-        catalog = Catalog(store.catalog_path)
-        try:
+        with contextlib.closing(Catalog(store.index_path)) as catalog:
             whole = recover(store, catalog, metrics, read_all=True)
-        finally:
-            catalog.close()
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, IndexFault) as error:
         raise StoreError(f"the store {root} cannot be reindexed: {error}") from error
     finally:
         store.close()
@@ -156,7 +150,7 @@ def record_of_shard(path: Path, state: CaptureState) -> CaptureRecord:
     """A capture's record from its shard alone; raises `ShardError`."""
     header, verdict = inspect_shard(path)
     record = record_of_header(header, state, complete=True)
-    if record.capture_id != path.name.removesuffix(_SUFFIX):
+    if record.capture_id != path.name.removesuffix(SUFFIX):
         raise ShardError(f"the shard belongs to capture {record.capture_id!r}")
     status = path.stat()
     return msgspec.structs.replace(
@@ -205,7 +199,7 @@ class Scan:
         if path.name.endswith(_LOCK_SUFFIX) and is_regular(path):
             _remove_orphan(path)
             return None
-        capture_id = path.name.removesuffix(_SUFFIX)
+        capture_id = path.name.removesuffix(SUFFIX)
         record = self.trusted.get(capture_id)
         if record is not None and record.state is state and _unchanged(path, record):
             return record
@@ -241,8 +235,8 @@ def _remove_orphan(lock: Path) -> None:
 
 
 def _check_name(path: Path, folder: str, record: CaptureRecord | None) -> None:
-    capture_id = path.name.removesuffix(_SUFFIX)
-    if not path.name.endswith(_SUFFIX) or not is_capture_id(capture_id) or capture_id[-2:] != folder:
+    capture_id = path.name.removesuffix(SUFFIX)
+    if not path.name.endswith(SUFFIX) or not is_capture_id(capture_id) or capture_id[-2:] != folder:
         raise ShardError("its name is not that of a shard of this folder")
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ShardError("it is not a regular file")

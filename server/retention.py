@@ -15,101 +15,43 @@ removed here: what a lease holds, what is being read over HTTP, what is not fina
 
 from __future__ import annotations
 
-import enum
 import itertools
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from hsconnector.capture.protocol import CaptureState, FailReason
 from hsconnector.capture.record import CaptureRecord
-from server.catalog import Catalog, Filter
-from server.leases import Leases, Unheld
-from server.metrics import Metrics
+from server.holdings import Holdings
+from server.lease import Unheld
+from server.leases import Leases
+from server.leaving import Chosen, Collection, Leaving, Limits, Why
 from server.settings import Evict
 from server.shard_files import Readers
-from server.store import Store
 
-__all__ = ["Collection", "Leaving", "Limits", "Retention", "Selection", "Why"]
+__all__ = ["Retention"]
 
 PAGE = 500
 FORGET_WITHIN_S = 0.25
 """The longest that a sweep forgets: batches wait for its thread."""
 
 
-class Why(enum.StrEnum):
-    """Why a capture leaves."""
-
-    ASKED = "asked"
-    TTL = "ttl"
-    ACKED = "acked"
-    OLDEST = "oldest"
-    SELECTED = "selected"
-    """A person named it."""
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store may keep; None is no limit."""
-
-    ttl_s: float | None = None
-    max_bytes: int | None = None
-    evict: Evict = Evict.ACKED
-    forget_s: float | None = None
-
-
-class Leaving(msgspec.Struct, frozen=True):
-    """A capture that goes, or would."""
-
-    record: CaptureRecord
-    why: Why
-
-
-class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Captures that a person wants gone."""
-
-    wanted: Filter
-    created_before: float | None = None
-
-    def admits(self, record: CaptureRecord) -> bool:
-        """What the index does not decide."""
-        return self.created_before is None or record.created < self.created_before
-
-
-class Collection(msgspec.Struct, frozen=True, kw_only=True):
-    """What one collection removed, or would have."""
-
-    leaving: tuple[Leaving, ...]
-    held: int = 0
-    """Selected captures that stay, because a lease holds them or someone reads them."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of shards."""
-        return sum(each.record.size for each in self.leaving)
-
-
 class Retention:
-    """Decides, and removes through `remove`; runs on the writer's thread."""
+    """Decides what goes, and removes it; runs on the writer's thread. `now` gives seconds since the epoch."""
 
     def __init__(
         self,
         limits: Limits,
-        store: Store,
-        catalog: Catalog,
+        holdings: Holdings,
         leases: Leases,
         readers: Readers,
-        remove: Callable[[CaptureRecord, str, FailReason | None], bool],
-        metrics: Metrics,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits
-        self._store = store
-        self._catalog = catalog
+        self._holdings = holdings
+        self._store = holdings.store
+        self._catalog = holdings.catalog
         self._leases = leases
         self._readers = readers
-        self._remove = remove
-        self._metrics = metrics
         self._now = now
 
     def sweep(self) -> int:
@@ -132,9 +74,9 @@ class Retention:
         """Applies `limits` now, or says what that would remove."""
         return self._done(list(self._leaving(limits, 0)), dry_run, held=0)
 
-    def collect_selected(self, selection: Selection, *, dry_run: bool) -> Collection:
+    def collect_chosen(self, chosen: Chosen, *, dry_run: bool) -> Collection:
         """Removes the final captures that a person named, save what is held."""
-        found = [record for record in self._selected(selection) if record.size]
+        found = [record for record in self._chosen(chosen) if record.size]
         free = [record for record in found if not self._is_held(record)]
         leaving = [Leaving(record, Why.SELECTED) for record in free]
         return self._done(leaving, dry_run, held=len(found) - len(free))
@@ -155,8 +97,8 @@ class Retention:
         gone = []
         for each in leaving:
             reason = FailReason.CONSUMED if self._leases.is_acked(each.record.capture_id) else None
-            if self._remove(each.record, _DETAIL[each.why], reason):
-                self._metrics.removed.labels(each.why).inc()
+            if self._holdings.remove(each.record, each.why.detail, reason):
+                self._holdings.metrics.removed.labels(each.why).inc()
                 gone.append(each.record.capture_id)
         if gone:
             self._leases.gone(gone)
@@ -199,26 +141,17 @@ class Retention:
             if known is not None and known.size and not self._readers.has(record.capture_id):
                 yield Leaving(record, why)
 
-    def _selected(self, selection: Selection) -> Iterator[CaptureRecord]:
+    def _chosen(self, chosen: Chosen) -> Iterator[CaptureRecord]:
         self._catalog.flush()
         cursor: str | None = ""
         while cursor is not None:
-            page = self._catalog.page(selection.wanted, limit=PAGE, cursor=cursor, oldest_first=True)
+            page = self._catalog.page(chosen.wanted, limit=PAGE, cursor=cursor, oldest_first=True)
             yield from (
                 record
                 for record in page.records
-                if record.state in (CaptureState.READY, CaptureState.QUARANTINED) and selection.admits(record)
+                if record.state in (CaptureState.READY, CaptureState.QUARANTINED) and chosen.admits(record)
             )
             cursor = page.next_cursor
 
     def _is_held(self, record: CaptureRecord) -> bool:
         return self._readers.has(record.capture_id) or self._leases.is_held(record.capture_id)
-
-
-_DETAIL = {
-    Why.ASKED: "deleted with its acknowledgement",
-    Why.TTL: "it was older than the time to live (ttl_s)",
-    Why.ACKED: "removed to make room: it had been acknowledged",
-    Why.OLDEST: "removed to make room: it was among the oldest",
-    Why.SELECTED: "deleted by a collection",
-}

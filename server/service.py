@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,31 +27,37 @@ from hsconnector.errors import (
     CaptureNotFound,
     CapturePending,
     CaptureQuarantined,
+    IndexFault,
     StoreError,
 )
+from hsconnector.storage.index import Page
+from hsconnector.storage.queries import Filter
 from server.admission import Admission
-from server.catalog import Catalog, Filter, Page
+from server.catalog import Catalog
+from server.holdings import Holdings
 from server.ingest import Ingest
 from server.leases import Leases
+from server.leaving import Chosen, Collection, Limits
 from server.lending import Lending
 from server.metrics import Metrics
 from server.recovery import recover
 from server.refusals import Refusal
-from server.retention import Limits, Retention
+from server.retention import Retention
 from server.settings import Settings
 from server.shard_files import Readers
 from server.store import Store
 from server.streams import producer_named, read_producer
-from server.waiting import LEASES, ROOM, Waiters
+from server.waiting import Waiters
+from server.writer import Writer
 
-__all__ = ["Sidecar"]
+__all__ = ["Service"]
 
 log = logging.getLogger("hsconnector.server")
 
 _T = TypeVar("_T")
 
 
-class Sidecar:
+class Service:
     """Opens the store at once (raising `StoreError`), serves from `start` to `stop`.
 
     One thread changes streams, shards and index; the event loop only reads.
@@ -68,28 +72,32 @@ class Sidecar:
         self.body_limit = 8 + MAX_MESSAGES_BYTES + int(settings.max_payload_bytes)
         self.store = Store(settings.store, quota=settings.quota)
         try:
-            self.catalog = Catalog(self.store.catalog_path, durable=settings.durable)
+            self.catalog = Catalog(self.store.index_path, durable=settings.durable)
             recover(self.store, self.catalog, self.metrics)
             self._leases = Leases(self.catalog.path, self.metrics, durable=settings.durable)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, IndexFault) as error:
             self.store.close()
             raise StoreError(f"the store {settings.store} cannot be opened: {error}") from error
-        self._ingest = Ingest(settings, self.store, self.catalog, self.metrics, self._announce)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="hsconnector-writer")
-        self._slots = asyncio.Semaphore(settings.queue_batches)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._holdings = Holdings(self.store, self.catalog, self.metrics, self.waiters)
+        self._writer = Writer(self.metrics, settings.queue_batches)
+        self._ingest = Ingest(settings, self._holdings)
+        self.limits = Limits(
+            ttl_s=settings.ttl_s, max_bytes=settings.quota, evict=settings.evict, forget_s=settings.forget_s
+        )
+        self._retention = Retention(self.limits, self._holdings, self._leases, self.readers)
+        self.store.make_room = self._retention.make_room
+        self._admission = Admission(self._holdings, self._retention, self._writer, settings.full_wait_s)
+        self.lending = Lending(self._leases, self._retention, self._holdings, self._writer)
         self._tasks: list[asyncio.Task[None]] = []
-        self._limit()
 
     async def start(self) -> None:
         """Begins to watch for silent producers and for what has outlived its time."""
-        self._loop = asyncio.get_running_loop()
-        settings = self.settings
+        self.waiters.start()
+        watch = self._repeat(self.settings.heartbeat_s / 4, self._ingest.lose_silent)
+        sweep = self._repeat(self.settings.sweep_s, self._sweep)
         self._tasks = [
-            asyncio.create_task(
-                self._repeat(settings.heartbeat_s / 4, self._ingest.lose_silent), name="hsconnector-watch"
-            ),
-            asyncio.create_task(self._repeat(settings.sweep_s, self.lending.sweep), name="hsconnector-sweep"),
+            asyncio.create_task(watch, name="hsconnector-watch"),
+            asyncio.create_task(sweep, name="hsconnector-sweep"),
         ]
 
     async def stop(self) -> None:
@@ -99,7 +107,7 @@ class Sidecar:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._ingest.close)
+        await self._writer.run(self._ingest.close)
         await asyncio.to_thread(self._writer.shutdown)
         self._leases.close()
         self.catalog.close()
@@ -108,7 +116,7 @@ class Sidecar:
     async def register(self, body: bytes) -> ProducerAccepted:
         """Opens a stream; raises `ProtocolError` or `Refusal`."""
         producer = read_producer(body)
-        return await self._write(self._ingest.register, producer)
+        return await self._writer.run(self._ingest.register, producer)
 
     def hear(self, body: bytearray) -> None:
         """Notes that the stream of a batch lives while the batch's body is still arriving."""
@@ -125,7 +133,7 @@ class Sidecar:
         try:
             if stream is not None:
                 await self._admission.wait_for_room(stream, batch)
-            return await self._write(self._ingest.take, batch, payload)
+            return await self._writer.run(self._ingest.take, batch, payload)
         except Refusal:
             self.metrics.batches.labels("refused").inc()
             raise
@@ -180,12 +188,22 @@ class Sidecar:
             message = f"capture {capture_id} is being received; delete it when it is final"
             raise Refusal(409, "capture_receiving", message)
         if record.state is not CaptureState.EXPIRED or record.lost:
-            await self._write(self._ingest.delete, record)
+            await self._writer.run(self._holdings.delete, record)
 
     async def note_gone(self, record: CaptureRecord) -> CaptureExpired:
         """A shard that was ready is not there: from now on the capture is expired."""
-        await self._write(self._ingest.gone, record)
+        await self._writer.run(self._holdings.lose, record)
         return CaptureExpired(f"the shard of capture {record.capture_id} is gone", capture_id=record.capture_id)
+
+    async def collect(self, limits: Limits, *, dry_run: bool) -> Collection:
+        """Applies limits, or says what that would remove."""
+        ask = functools.partial(self._retention.collect, limits, dry_run=dry_run)
+        return await self._writer.run(self._collected, ask)
+
+    async def collect_chosen(self, chosen: Chosen, *, dry_run: bool) -> Collection:
+        """Removes what a person named, or says what that would be."""
+        ask = functools.partial(self._retention.collect_chosen, chosen, dry_run=dry_run)
+        return await self._writer.run(self._collected, ask)
 
     def shard_path(self, record: CaptureRecord, *, quarantined: bool) -> Path:
         """Where a readable capture's shard lies; otherwise raises the `CaptureError` that says why not."""
@@ -206,7 +224,7 @@ class Sidecar:
     def troubles(self) -> list[str]:
         """Why captures cannot be taken at the moment; empty when they can."""
         stopping = ["the sidecar is stopping"] if self.waiters.closing else []
-        return [*stopping, *self._ingest.troubles.values()]
+        return [*stopping, *self._holdings.troubles.values()]
 
     async def _until(
         self, name: str, ask: Callable[[], Awaitable[_T]], done: Callable[[_T], bool], wait_s: float
@@ -214,47 +232,23 @@ class Sidecar:
         with self.metrics.waiting.track_inprogress():
             return await self.waiters.until(name, ask, done, min(wait_s, self.settings.max_wait_s))
 
-    async def _write(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        self.metrics.queue.inc()
-        try:
-            async with self._slots:
-                call = functools.partial(function, *arguments)
-                return await asyncio.get_running_loop().run_in_executor(self._writer, call)
-        finally:
-            self.metrics.queue.dec()
+    def _collected(self, collect: Callable[[], Collection]) -> Collection:
+        collection = collect()
+        self._holdings.settle()
+        return collection
 
-    def _announce(self, names: list[str]) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.waiters.tell, [*names, LEASES, ROOM])
-
-    def _limit(self) -> None:
-        """Gives the store its limits, and what watches over them."""
-        settings = self.settings
-        limits = Limits(
-            ttl_s=settings.ttl_s, max_bytes=settings.quota, evict=settings.evict, forget_s=settings.forget_s
-        )
-        retention = Retention(
-            limits, self.store, self.catalog, self._leases, self.readers, self._ingest.remove, self.metrics
-        )
-        self.store.make_room = retention.make_room
-        self._admission = Admission(
-            self.store,
-            retention,
-            self.waiters,
-            self.metrics,
-            settings.full_wait_s,
-            self._write,
-            lambda: self._ingest.turnover,
-        )
-        self.lending = Lending(
-            self._leases, retention, self.catalog, self.waiters, self._write, self._ingest.settle, self._announce
-        )
+    def _sweep(self) -> None:
+        """Frees leases past their deadline and removes what must go; on the writer's thread."""
+        self._leases.expire()
+        if self._retention.sweep():
+            self._holdings.settle()
+        self.waiters.announce()
 
     async def _repeat(self, every_s: float, function: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(every_s)
             try:
-                await self._write(function)
+                await self._writer.run(function)
             except Exception:
                 log.exception("%s failed", function.__qualname__)
 

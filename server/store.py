@@ -1,11 +1,4 @@
-"""The folder of one sidecar: where shards lie, who may write there, how much is used.
-
-<store>/.lock
-<store>/catalog.sqlite
-<store>/captures/<last two hex digits of the id>/<capture_id>.safetensors
-<store>/quarantine/<two hex>/<capture_id>.safetensors     whole but unsound
-<store>/damaged/<...>                                     found at start and not whole
-"""
+"""The writing side of a store's folder: who may write there, how much is used, what is removed."""
 
 from __future__ import annotations
 
@@ -19,6 +12,7 @@ from pathlib import Path
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.errors import StoreError
+from hsconnector.storage.folder import Folder
 
 __all__ = ["FULL", "Store"]
 
@@ -28,19 +22,16 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: no room."""
 
 
-class Store:
+class Store(Folder):
     """An opened store; holds its lock until `close`. Raises `StoreError` where it cannot be made, locked or written."""
 
     def __init__(self, root: Path, *, quota: int | None = None) -> None:
-        self.root = root
+        super().__init__(root)
         self.quota = quota
         self.used = 0
         """Bytes of shards, those being written included."""
         self.make_room: Callable[[int], bool] = lambda more: False
         """Asked before a lack of room is an error; removes what may go."""
-        self.captures = root / "captures"
-        self.quarantine = root / "quarantine"
-        self.damaged = root / "damaged"
         try:
             if not root.exists():
                 root.mkdir(parents=True)
@@ -61,20 +52,6 @@ class Store:
     def close(self) -> None:
         """Lets another sidecar have the store."""
         os.close(self._lock)
-
-    @property
-    def catalog_path(self) -> Path:
-        """The index."""
-        return self.root / "catalog.sqlite"
-
-    def folder(self, capture_id: str, state: CaptureState = CaptureState.READY) -> Path:
-        """The folder of a capture's shard."""
-        area = self.quarantine if state is CaptureState.QUARANTINED else self.captures
-        return area / capture_id[-2:]
-
-    def shard(self, capture_id: str, state: CaptureState = CaptureState.READY) -> Path:
-        """The path of a capture's shard."""
-        return self.folder(capture_id, state) / f"{capture_id}.safetensors"
 
     def check_room(self, more: int) -> None:
         """Raises ENOSPC where `more` bytes would go over the quota and nothing may be removed for them."""

@@ -23,7 +23,12 @@ class Waiters:
 
     def __init__(self) -> None:
         self._events: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.closing = False
+
+    def start(self) -> None:
+        """From now on `announce` reaches who waits in the loop that runs."""
+        self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return sum(len(events) for events in self._events.values())
@@ -33,6 +38,11 @@ class Waiters:
         for name in names:
             for event in self._events.get(name, ()):
                 event.set()
+
+    def announce(self, names: Iterable[str] = ()) -> None:
+        """The same from any thread; also tells that captures may be free to lend, and that there may be room."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.tell, [*names, LEASES, ROOM])
 
     def close(self) -> None:
         """Wakes everyone, now and from now on: the sidecar stops."""

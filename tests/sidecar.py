@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from server.listen import SidecarServer, listen, public_url_of, url_of
-from server.service import Sidecar
+from server.service import Service
 from server.settings import Settings
 
 __all__ = ["SidecarProcess", "SidecarThread", "start_sidecar", "start_sidecar_process", "start_sidecar_with_shm"]
@@ -23,7 +23,7 @@ START_S = 30
 
 
 class SidecarThread:
-    """A sidecar on a thread; `url` is its address, `app` the `server.service.Sidecar` behind it."""
+    """A sidecar on a thread; `url` is its address, `app` the `server.service.Service` behind it."""
 
     def __init__(self, store: Path, **settings: Any) -> None:
         self.store = store
@@ -31,7 +31,7 @@ class SidecarThread:
         self._sockets = listen(self.settings)
         self.url = url_of(self._sockets)
         try:
-            self.app = Sidecar(self.settings, public_url_of(self._sockets))
+            self.app = Service(self.settings, public_url_of(self._sockets))
         except BaseException:
             self._close_sockets()
             raise

@@ -21,7 +21,7 @@ try:
     from pydantic.fields import FieldInfo
 
     from server.listen import SidecarServer, listen, public_url_of, url_of
-    from server.service import Sidecar
+    from server.service import Service
     from server.settings import Settings, load
 except ModuleNotFoundError as error:
     raise CouldNotStart.without(error, "serve") from error
@@ -94,7 +94,7 @@ def _run(config: Path | None, given: dict[str, Any]) -> None:
     if settings.reaches_beyond_loopback() and not settings.public_url:
         log.warning("handles say %s, which only this host can reach: set --public-url", public_url_of(sockets))
     try:
-        sidecar = Sidecar(settings, public_url_of(sockets))
+        sidecar = Service(settings, public_url_of(sockets))
     except StoreError as error:
         raise CouldNotStart(str(error)) from error
     where = " and ".join(url_of([bound]) for bound in sockets)

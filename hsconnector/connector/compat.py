@@ -30,6 +30,7 @@ __all__ = [
     "inexact_outputs",
     "is_first_tensor_rank",
     "layer_ids",
+    "prefix_cache",
     "producer",
     "refuse_config",
     "scheduled",
@@ -133,7 +134,9 @@ def check_start(kv_cache_config: Any, vllm_config: Any) -> StartReport:
     )
 
 
-def producer(vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s: float) -> Producer:
+def producer(
+    vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s: float, weights_id: str = ""
+) -> Producer:
     """What this engine's stream says of itself; `cache` is `[num_blocks, block, L, H]`."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -150,6 +153,7 @@ def producer(vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s:
         data_parallel_rank=getattr(parallel, "data_parallel_index", 0) or parallel.data_parallel_rank,
         block_size=block_size,
         instance=secrets.token_hex(8),
+        weights_id=weights_id,
         patience_s=patience_s,
     )
 
@@ -286,6 +290,11 @@ def table_of(blocks: Any, group: int) -> Sequence[int]:
     """One group's block ids of `KVCacheBlocks`."""
     ids: Sequence[Sequence[int]] = blocks.get_block_ids()
     return ids[group] if group < len(ids) else ()
+
+
+def prefix_cache(block_pool: Any) -> object:
+    """What maps a block's hash to the block: another object each time that the prefix cache is emptied."""
+    return getattr(block_pool, "cached_block_hash_to_block", None)
 
 
 def external_tokens(request: Any, given: int) -> int:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hsconnector.capture.protocol import FailReason, RowsKind
 from hsconnector.connector import compat
+from hsconnector.connector.current import Current
 from hsconnector.connector.gather import gather_for, pin
 from hsconnector.connector.lockfiles import LockFiles, shard_path
 from hsconnector.connector.ring import ALIGNMENT, Ring
@@ -92,6 +93,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._worker: Worker | None = None
         self._reported: set[str] = set()
         self._mismatch = ""
+        self._block_pool: Any = None
+        self._cached: Any = None
         self.tracker: Tracker | None = None
         if role == KVConnectorRole.SCHEDULER:
             sizes = report.block_sizes
@@ -132,6 +135,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     # ---- scheduler side
 
+    @guarded(lambda self: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """What shows when the prefix cache is emptied, whoever asked for it."""
+        self._block_pool = gpu_block_pool
+
     @guarded(lambda self: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Loads nothing, and notes what the engine has itself: the rest that is found later came from elsewhere."""
@@ -153,6 +161,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """This step's news for the workers."""
         if self.tracker is None:
             return self._no_news()
+        cached, self._cached = self._cached, compat.prefix_cache(self._block_pool)
+        if cached is not self._cached:
+            self.tracker.prefix_cache_emptied()
         return StepMetadata(self.tracker.step(compat.scheduled(scheduler_output, self._group.index, self._wish)))
 
     def _no_news(self) -> KVConnectorMetadata:
@@ -225,9 +236,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool:
-        """New weights: what is open would mix two models."""
+        """New weights, perhaps: what is open would mix two models."""
         if self.tracker is not None:
-            self.tracker.fail_all(FailReason.CACHE_RESET, "the engine's caches were reset while the capture was open")
+            self.tracker.caches_reset()
         return True
 
     # ---- worker side
@@ -245,7 +256,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         hidden_size = self._vllm_config.model_config.get_hidden_size()
         view = compat.block_major(cache, len(ids), hidden_size, self._group.block_size)
         patience_s = max(1.0, self._settings.stall_timeout_s)
-        producer = compat.producer(self._vllm_config, view, self._group.block_size, patience_s)
+        weights = Current.watched(self._vllm_config, compat.vllm_version())
+        producer = compat.producer(self._vllm_config, view, self._group.block_size, patience_s, weights.id)
         if producer.row_bytes > self._settings.ring_bytes // ALIGNMENT * ALIGNMENT:
             raise SettingsError(
                 f"ring_bytes {self._settings.ring_bytes} has no room for a row of {producer.row_bytes} bytes; raise it"
@@ -255,7 +267,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
         sender = Sender(producer, self._settings, transport, locks=locks)
         gather = gather_for(view, self._group.block_size)
-        self._worker = Worker(gather, sender, on_ring)
+        self._worker = Worker(gather, sender, on_ring, weights)
         sender.start()
         self._worker.follow_stream()
 

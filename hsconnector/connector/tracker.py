@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hsconnector.capture.protocol import CaptureInfo, FailReason, RowsKind, new_capture_id, pack_token_ids
 from hsconnector.connector.external_rows import ExternalRows
@@ -125,6 +125,7 @@ class Tracker:
         self._final_blocks: list[TableChange] = []
         self._held: set[str] = set()
         self._early: dict[str, tuple[FailReason, str]] = {}
+        self._reset = self._emptied = False
         self._current = Step(group, block_size)
 
     @property
@@ -144,7 +145,7 @@ class Tracker:
 
     def step(self, scheduled: Scheduled) -> Step:
         """The worker's news of this step; call once per scheduler step, in order."""
-        step = self._current = Step(self.group, self.block_size)
+        step = self._current = self._begin_step()
         for request_id in scheduled.preempted:
             self._lose(request_id, step)
         self._release(scheduled, step)
@@ -160,8 +161,22 @@ class Tracker:
     def salvage(self) -> Step:
         """In place of a step that could not be built: the captures that began in it, and every end."""
         broken, self._current = self._current, Step(self.group, self.block_size)
-        step = Step(self.group, self.block_size, lost=broken.lost, begun=broken.begun)
+        step = replace(broken, failed=[], tables=[], readable=[], finished=[])
         self._drain(step)
+        return step
+
+    def caches_reset(self) -> None:
+        """The engine resets its caches, as it does for new weights: what is open would mix two models."""
+        self._reset = True
+        self.fail_all(FailReason.CACHE_RESET, "the engine's caches were reset while the capture was open")
+
+    def prefix_cache_emptied(self) -> None:
+        """Nothing computed before the next step can be hit any more."""
+        self._emptied = True
+
+    def _begin_step(self) -> Step:
+        step = Step(self.group, self.block_size, self._reset, self._emptied)
+        self._reset = self._emptied = False
         return step
 
     def finish(self, ended: Ended, table: Sequence[int]) -> Ending:
@@ -268,6 +283,8 @@ class Tracker:
         info = self._describe(arrival, wish)
         tracked = self._requests[request_id] = _Tracked(info)
         step.begun.append(info)
+        if arrival.num_computed:
+            step.hits.add(request_id)
         problem = wish.problem or early
         if problem is not None:
             self.fail(request_id, *problem)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hsconnector.capture.protocol import Commit, FailReason
+import msgspec
+
+from hsconnector.capture.protocol import CaptureInfo, Commit, FailReason
+from hsconnector.connector.current import Current
 from hsconnector.connector.gather import BUFFER_BYTES, Gather, rows_tensor
 from hsconnector.connector.reader import Cursor, Reader
 from hsconnector.connector.ring import Ring
@@ -14,6 +17,11 @@ from hsconnector.connector.stream import Stream, Ticket
 
 __all__ = ["Worker"]
 
+_STALE = (
+    "its first rows are in the prefix cache since before the engine's weights changed; reset the prefix cache after "
+    "changing weights"
+)
+
 
 class Worker:
     """The rank that reads and sends.
@@ -21,12 +29,21 @@ class Worker:
     `on_ring` sees the staging memory of each new stream before it is used, to page-lock it for instance.
     """
 
-    def __init__(self, gather: Gather, sender: Sender, on_ring: Callable[[Ring], None] = lambda ring: None) -> None:
+    def __init__(
+        self,
+        gather: Gather,
+        sender: Sender,
+        on_ring: Callable[[Ring], None] = lambda ring: None,
+        weights: Current | None = None,
+    ) -> None:
         self.reader = Reader(gather.blocks.spec_block_size)
         self.sender = sender
         self._gather = gather
         self._settings = sender.settings
         self._on_ring = on_ring
+        self._weights = weights
+        self._proofs: dict[str, int] = {}
+        """Of a request that has ended: which look at the weights must have found nothing before its commit."""
         self._stream: Stream | None = None
         self._copies: dict[str, Ticket] = {}
         """The last copy of each capture that may still be under way."""
@@ -46,9 +63,10 @@ class Worker:
     def _step(self, step: Step) -> None:
         now = self.sender.now()
         self.follow_stream()
-        ended = self.reader.apply(step, now)
+        begun = self._look_at_weights(step)
+        ended = self.reader.apply(step, now) + self._of_old_weights(step)
         over = {info.capture_id for info, _, _ in ended}
-        for info in step.begun:
+        for info in begun:
             if info.capture_id not in over and not self.sender.begin(self._stream, info):
                 self.reader.drop(info.request_id)
         for info, reason, detail in ended:
@@ -59,6 +77,23 @@ class Worker:
             self._read(self._stream, now)
             self._commit(self._stream)
         self._give_up_stalled(now)
+
+    def _look_at_weights(self, step: Step) -> list[CaptureInfo]:
+        """What was open fails if they have changed; what begins is of the weights that are there now."""
+        if self._weights is None:
+            return step.begun
+        if self._weights.look(step):
+            self.fail_all(FailReason.WEIGHTS_CHANGED, "the engine's weights became others while the capture was open")
+        kept = {name: look for name, look in self._proofs.items() if look > self._weights.settled}
+        self._proofs = kept | {finish.request_id: self._weights.looks for finish in step.finished}
+        return [msgspec.structs.replace(info, weights_id=self._weights.changed_id) for info in step.begun]
+
+    def _of_old_weights(self, step: Step) -> list[tuple[CaptureInfo, FailReason, str]]:
+        """Captures that begin with rows which weights before the last change have computed."""
+        if self._weights is None or not self._weights.stale:
+            return []
+        hits = [info for info in step.begun if info.request_id in step.hits and self.reader.drop(info.request_id)]
+        return [(info, FailReason.WEIGHTS_CHANGED, _STALE) for info in hits]
 
     def _abandon(self, step: Step, detail: str) -> None:
         """Part of the step's news may not have been taken: its ends give their blocks back, its beginnings fail."""
@@ -142,7 +177,11 @@ class Worker:
 
     def _arrived(self, capture: Cursor) -> bool:
         ticket = self._copies.get(capture.info.capture_id)
-        return ticket is None or ticket.done()
+        return (ticket is None or ticket.done()) and self._proved(capture)
+
+    def _proved(self, capture: Cursor) -> bool:
+        """Whether the weights were seen to be the same from its first step to its last."""
+        return self._weights is None or self._proofs.get(capture.info.request_id, 0) <= self._weights.settled
 
     def _give_up_stalled(self, now: float) -> None:
         timeout = self._settings.stall_timeout_s

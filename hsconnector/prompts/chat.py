@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from hsconnector.prompts.tags import Rendering, place
 from hsconnector.prompts.template import Template
 from hsconnector.prompts.tokens import Tokens
 
-__all__ = ["ChatTokenizer", "load_tokenizer"]
+__all__ = ["ChatTokenizer", "as_given", "load_tokenizer"]
 
 
 def load_tokenizer(
@@ -85,11 +86,13 @@ class ChatTokenizer:
         read = read_conversation(conversation, self.preparation.roles)
         given_tools = read_tools(tools)
         model = self._model(given_tools)
-        messages = _as_given(read.messages, model.template)
+        messages = as_given(read.messages, model.template)
         return _Row(self, model, read, messages, given_tools).encoded()
 
     def tokens(self, text: str) -> Tokens:
         """A rendered text as the engine tokenises it: nothing is added to what the template wrote."""
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise RowRefused("has a conversation with half a surrogate pair, which is no text")
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Tokens.of(coded["input_ids"], coded["offset_mapping"])
 
@@ -157,13 +160,13 @@ class _Row:
             last = max(turn for turn, message in enumerate(self._messages) if message["role"] == "assistant")
             return said, proof.check(said, trained, last)
 
-        try:
+        if not model.template.marks_turns:
             return proved(speech.of_turn)
-        except RowRefused:
-            if not model.template.marks_turns:
-                raise
-            marked = model.template.render(self._messages, self._tools, marked=True)
-            return proved(lambda turn: speech.by_marks(turn, marked))
+        if speech.is_asked_for(trained[0]):
+            with suppress(RowRefused):
+                return proved(speech.of_turn)
+        marked = model.template.render(self._messages, self._tools, marked=True)
+        return proved(lambda turn: speech.by_marks(turn, marked))
 
     def _check_ids_said(self, said: list[Said], tokens: Tokens, text: str) -> None:
         for each in said if self._read.made_ids else ():
@@ -190,7 +193,7 @@ def _mask(said: Collection[Said], length: int) -> list[int]:
     return mask
 
 
-def _as_given(messages: list[Message], template: Template) -> list[Message]:
+def as_given(messages: list[Message], template: Template) -> list[Message]:
     """The messages as vLLM 0.32 hands them to a template, by what the template knows (`vllm/renderers/hf.py`)."""
     given = messages
     if any(message["role"] == "developer" for message in messages) and not template.knows("developer"):

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.prompts.roles import CALL, role_of
-from hsconnector.prompts.row import RowRefused
+from hsconnector.prompts.row import RowRefused, without_nulls
 
 __all__ = ["Conversation", "Message", "engine_messages", "read_conversation", "read_tools"]
 
@@ -114,7 +114,7 @@ def _message(turn: Any, position: int, roles: Mapping[str, str]) -> Message:
         if calls:
             message["tool_calls"] = _calls(calls, position)
     elif given.get("tool_call_id"):
-        message["tool_call_id"] = given["tool_call_id"]
+        message["tool_call_id"] = _id(given["tool_call_id"], position)
     if isinstance(given.get("name"), str) and given["name"]:
         message["name"] = given["name"]
     return message
@@ -132,7 +132,8 @@ def _text_part(part: Any, position: int) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
-    text = part.get(_TEXT_PARTS.get(kind)) if isinstance(part, Mapping) else None
+    field = _TEXT_PARTS.get(kind) if isinstance(part, Mapping) and isinstance(kind, str) else None
+    text = part.get(field) if field else None
     if not isinstance(text, str):
         raise RowRefused(f"has a message {position} with a part {kind!r:.40}; token ids carry text only")
     return text
@@ -159,28 +160,27 @@ def _call(call: Any, position: int) -> dict[str, Any]:
         raise RowRefused(f"has a message {position} with a call that names no function: {call!r:.80}")
     arguments = _arguments(function.get("arguments", function.get("parameters")), function["name"], position)
     written = {"function": {"arguments": arguments, "name": function["name"]}, "type": "function"}
-    return {"id": call["id"], **written} if call.get("id") else written
+    return {"id": _id(call["id"], position), **written} if call.get("id") else written
+
+
+def _id(value: Any, position: int) -> str:
+    if not isinstance(value, str):
+        raise RowRefused(f"has a message {position} with the id {value!r:.40} of a call, which is no text")
+    return value
 
 
 def _arguments(value: Any, name: str, position: int) -> dict[str, Any]:
     """As an object; in one that came as an object a null is what Arrow fills an absent key with, and goes."""
-    arguments = (
-        _pruned(value)
-        if not isinstance(value, str)
-        else value.strip() and _parsed(value, f"a message {position} with arguments of {name!r:.40}")
-    )
+    if isinstance(value, str):
+        arguments = value.strip() and _parsed(value, f"a message {position} with arguments of {name!r:.40}")
+    else:
+        arguments = without_nulls(value)
     if not arguments:
         return {}
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise RowRefused(f"has a message {position} with arguments of {name!r:.40} that are no object, but a {kind}")
     return arguments
-
-
-def _pruned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _pruned(each) for key, each in value.items() if each is not None}
-    return [_pruned(each) for each in value] if isinstance(value, list) else value
 
 
 def _tool(tool: Any, position: int) -> dict[str, Any]:

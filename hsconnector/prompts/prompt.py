@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from hsconnector.capture.protocol import MAX_TEXT_BYTES
 from hsconnector.prompts.encoded import Encoded
@@ -14,6 +16,7 @@ from hsconnector.prompts.row import Row, RowRefused
 __all__ = ["Dropped", "Encode", "Missing", "Prompt", "PromptReader", "Row", "RowRefused"]
 
 _LARGEST_ID = 2**31 - 1
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_ID)]
 _CONVERSATIONS = ("messages", "conversations")
 _EVERY_ROW = Preparation(min_trained_tokens=0)
 
@@ -153,14 +156,20 @@ class PromptReader:
 def _token_ids(value: Any) -> list[int]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise RowRefused(f"has input_ids that are no list, but a {type(value).__name__}")
-    token_ids = list(value)
-    if set(map(type, token_ids)) - {int}:
-        position = next(at for at, token in enumerate(token_ids) if type(token) is not int)
-        raise RowRefused(f"has {token_ids[position]!r:.40} at position {position} of input_ids, which is no token id")
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= _LARGEST_ID:
-        position = next(at for at, token in enumerate(token_ids) if not 0 <= token <= _LARGEST_ID)
-        raise RowRefused(f"has token id {token_ids[position]} at position {position}, which no vocabulary holds")
-    return token_ids
+    try:
+        token_ids: list[int] = msgspec.convert(value, list[_TokenId])
+        return token_ids
+    except msgspec.ValidationError:
+        raise _no_token_id(value) from None
+
+
+def _no_token_id(value: Sequence[Any]) -> RowRefused:
+    for position, token in enumerate(value):
+        if isinstance(token, bool) or not isinstance(token, int):
+            return RowRefused(f"has {token!r:.40} at position {position} of input_ids, which is no token id")
+        if not 0 <= token <= _LARGEST_ID:
+            return RowRefused(f"has token id {token} at position {position}, which no vocabulary holds")
+    return RowRefused(f"has input_ids of a {type(value).__name__}, which is no list")
 
 
 def _loss_mask(value: Any, length: int) -> list[int]:
@@ -170,8 +179,14 @@ def _loss_mask(value: Any, length: int) -> list[int]:
         raise RowRefused(f"has a loss_mask that is no list, but a {type(value).__name__}")
     if len(value) != length:
         raise RowRefused(f"has {length} token ids and a loss_mask of {len(value)}")
-    flags = list(value)
-    if flags.count(0) + flags.count(1) != length:
-        position, flag = next((at, flag) for at, flag in enumerate(flags) if flag not in (0, 1))
-        raise RowRefused(f"has {flag!r:.40} at position {position} of loss_mask, which holds 0 and 1 only")
-    return list(map(int, flags))
+    try:
+        flags: list[int] = msgspec.convert(value, list[Literal[0, 1]])
+        return flags
+    except msgspec.ValidationError:
+        return [_flag(flag, position) for position, flag in enumerate(value)]
+
+
+def _flag(value: Any, position: int) -> int:
+    if value not in (0, 1):
+        raise RowRefused(f"has {value!r:.40} at position {position} of loss_mask, which holds 0 and 1 only")
+    return int(value)

@@ -58,6 +58,10 @@ class Speech:
         self._open_end = open_end
         self._run_starts = [run.start for run in rendering.runs]
 
+    def is_asked_for(self, turn: int) -> bool:
+        """Whether the template adds a generation prompt to what comes before a turn."""
+        return next(self._headers(turn), None) is not None
+
     def of_turn(self, turn: int) -> list[Said]:
         """What an assistant's turn says, in the order in which it does; raises `RowRefused`."""
         start, end = self._extent(turn)
@@ -67,7 +71,7 @@ class Speech:
     def by_marks(self, turn: int, marked: str) -> list[Said]:
         """What `{% generation %}` encloses of a turn, in a rendering with marks."""
         start, end = self._extent(turn)
-        spans = [(a, b) for a, b in _marks(marked) if a < end and b > start]
+        spans = [(a, b) for a, b in _marks(marked) if a < max(end, start + 1) and b > start]
         return [Said(turn, self._tokens.reaching(a), self._tokens.from_character(b) - 1) for a, b in spans]
 
     def _extent(self, turn: int) -> tuple[int, int]:
@@ -161,9 +165,7 @@ class Speech:
 
     def _split(self, turn: int, first: int, last: int) -> Iterator[Said]:
         """Parts a turn that the engine would generate in several requests: each begins with a prompt of its own."""
-        for token in range(first, last):
-            if self._tokens.ids[token] not in self._stops.engine:
-                continue
+        for token in [at for at in range(first, last) if self._tokens.ids[at] in self._stops.engine]:
             yield Said(turn, first, token)
             behind = self._tokens.ends[token]
             header = next((each for each in self._headers(turn) if self._rendering.text.startswith(each, behind)), None)

@@ -113,12 +113,11 @@ class Tagger:
 
 @lru_cache(maxsize=16)
 def _replaced(keep: frozenset[str]) -> re.Pattern[str]:
-    """Finds the words to keep, and in its group the runs of characters outside them."""
-    if not keep:
-        return re.compile(r'([^\s"\\]+)')
-    words = "|".join(re.escape(word) for word in sorted(keep, key=len, reverse=True))
+    """Finds the words to keep, and in its group the runs of characters outside them, single spaces within included."""
+    words = "|".join(re.escape(word) for word in sorted(keep, key=len, reverse=True)) or "(?!)"
     firsts = re.escape("".join(sorted({word[0] for word in keep})))
-    return re.compile(rf"""(?:{words})|((?:[^\s"\\{firsts}]|(?!{words})[^\s"\\])+)""")
+    character = rf"""(?:[^\s"\\{firsts}]|(?!{words})[^\s"\\])+"""
+    return re.compile(rf"(?:{words})|({character}(?: {character})*)")
 
 
 def tag_messages(messages: Sequence[Message], keep: frozenset[str]) -> Tagged:
@@ -164,7 +163,7 @@ def _call(call: dict[str, Any], turn: int, at: int, tagger: Tagger) -> dict[str,
     function, key = call["function"], f"tool_calls[{at}]"
     literals = tuple(_literals(function["arguments"]))
     name = tagger.tag(function["name"], turn, f"{key}.name", literals=literals)
-    if function["name"] in str(call["id"]):
+    if function["name"] in call["id"]:
         tagger.ids[call["id"]] = call["id"].replace(function["name"], name)
     arguments = _argument(function["arguments"], turn, f"{key}.arguments", tagger)
     return {
@@ -224,8 +223,10 @@ def place(template: Template, messages: Sequence[Message], tools: Any, told: Cal
 
 def last_run(with_tags: str) -> tuple[int, int]:
     """The last tag in a rendering with tags: which text it stands for, and where what follows it begins; -1 and 0."""
-    runs = list(_TAGS.finditer(with_tags))
-    return (ord(runs[-1][1]) - _FIRST, runs[-1].end()) if runs else (-1, 0)
+    for at in range(len(with_tags) - 1, -1, -1):
+        if 0 <= (text := ord(with_tags[at]) - _FIRST) < _MOST:
+            return text, at + 1
+    return -1, 0
 
 
 def _aligned(text: str, with_tags: str, inserted: set[str]) -> tuple[list[Run], int | None]:

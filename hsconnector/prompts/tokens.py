@@ -27,7 +27,8 @@ class Tokens:
     @classmethod
     def of(cls, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Tokens:
         """From a tokenizer's answer: ids `[T]` and as many pairs of characters."""
-        return cls(ids, [start for start, _ in offsets], list(accumulate((end for _, end in offsets), max)))
+        starts, ends = zip(*offsets, strict=True) if offsets else ((), ())
+        return cls(ids, starts, list(accumulate(ends, max)))
 
     def reaching(self, position: int) -> int:
         """The first token that reaches beyond a character; `T` for none."""

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from hsconnector.capture.protocol import CaptureState
-from server.catalog import Filter
+from hsconnector.storage.queries import Filter
 from server.routes.deps import Quarantined, Served, Wait
 from server.routes.tensors import send_tensors
 

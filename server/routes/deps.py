@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.types import Message, Receive
 
 from server.refusals import bad_parameter, too_large
-from server.service import Sidecar
+from server.service import Service
 
 __all__ = ["JsonRoute", "Quarantined", "Served", "Wait", "read_body"]
 
@@ -18,11 +18,11 @@ MAX_JSON_BYTES = 1 << 20
 """The most bytes of a JSON body; a thousand content hashes, the longest list that is taken, are 67 KB."""
 
 
-def _sidecar(request: Request) -> Sidecar:
-    return cast(Sidecar, request.app.state.sidecar)
+def _sidecar(request: Request) -> Service:
+    return cast(Service, request.app.state.sidecar)
 
 
-Served = Annotated[Sidecar, Depends(_sidecar)]
+Served = Annotated[Service, Depends(_sidecar)]
 Wait = Annotated[float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end of the capture.")]
 Quarantined = Annotated[bool, Query(description="Also give a capture that is whole but unsound.")]
 

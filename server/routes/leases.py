@@ -9,9 +9,9 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hsconnector.capture.protocol import MAX_TEXT_BYTES, CaptureState
-from server.catalog import Filter
-from server.leases import Ack, LeaseFilter, Wanted
-from server.retention import Limits, Selection
+from hsconnector.storage.queries import Filter
+from server.lease import Ack, LeaseFilter, Wanted
+from server.leaving import Chosen, Limits
 from server.routes.deps import JsonRoute, Served, Wait
 from server.settings import Evict
 
@@ -171,16 +171,16 @@ async def collect(body: CollectBody, sidecar: Served) -> JSONResponse:
     if body.filters is not None:
         chosen = body.filters
         wanted = Filter(dataset=chosen.dataset, sample_id=chosen.sample_id, model=chosen.model, state=chosen.state)
-        selection = Selection(wanted=wanted, created_before=chosen.created_before)
-        found = await sidecar.lending.collect_selected(selection, dry_run=body.dry_run)
+        chosen_ones = Chosen(wanted=wanted, created_before=chosen.created_before)
+        found = await sidecar.collect_chosen(chosen_ones, dry_run=body.dry_run)
     else:
-        own = sidecar.lending.limits
+        own = sidecar.limits
         limits = Limits(
             ttl_s=own.ttl_s if body.ttl_s is None else body.ttl_s,
             max_bytes=own.max_bytes if body.max_bytes is None else body.max_bytes,
             evict=own.evict if body.evict is None else body.evict,
         )
-        found = await sidecar.lending.collect(limits, dry_run=body.dry_run)
+        found = await sidecar.collect(limits, dry_run=body.dry_run)
     shown: list[dict[str, Any]] = [
         {
             name: getattr(each.record, name)

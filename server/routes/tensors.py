@@ -16,7 +16,7 @@ from server.metrics import Metrics
 from server.ranges import Unsatisfiable, matches, parse_range
 from server.refusals import bad_parameter
 from server.routes.deps import parse_layers, parse_rows
-from server.service import Sidecar
+from server.service import Service
 from server.shard_files import ShardFile
 from server.views import ShardView
 
@@ -27,7 +27,7 @@ MEDIA_TYPE = "application/octet-stream"
 
 async def send_tensors(
     request: Request,
-    sidecar: Sidecar,
+    sidecar: Service,
     record: CaptureRecord,
     *,
     quarantined: bool,
@@ -50,7 +50,7 @@ async def send_tensors(
         raise
 
 
-def _headers(sidecar: Sidecar, record: CaptureRecord) -> dict[str, str]:
+def _headers(sidecar: Service, record: CaptureRecord) -> dict[str, str]:
     return {
         "cache-control": "private, no-cache",
         "content-location": f"{sidecar.handle(record)}/tensors",

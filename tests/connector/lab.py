@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load
 
 from hsconnector.capture.protocol import CaptureInfo, Producer, new_capture_id, pack_token_ids
+from hsconnector.connector.current import Current
 from hsconnector.connector.gather import Gather, gather_for
 from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.sender import Sender
@@ -68,6 +69,7 @@ class Lab:
         now: Callable[[], float] = time.monotonic,
         gather: Gather | None = None,
         locks: Any = None,
+        weights: Current | None = None,
         **settings: Any,
     ) -> None:
         self.settings = msgspec.structs.replace(
@@ -76,7 +78,7 @@ class Lab:
         generator = torch.Generator().manual_seed(7)
         self.cache = torch.rand(BLOCKS, BLOCK, len(LAYERS), HIDDEN, generator=generator)
         self.sender = Sender(producer(), self.settings, transport, now=now, locks=locks)
-        self.worker = Worker(gather or gather_for(self.cache, BLOCK), self.sender)
+        self.worker = Worker(gather or gather_for(self.cache, BLOCK), self.sender, weights=weights)
         self.released: list[str] = []
         self.tables: dict[str, tuple[int, ...]] = {}
         self.next = Step(0, BLOCK)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -245,8 +246,25 @@ class TestScheduler:
         item = request()
         step_of(connector, scheduled(item))
         assert connector.reset_cache() is True
-        assert step_of(connector).failed[0].reason is FailReason.CACHE_RESET
+        news = step_of(connector)
+        assert news.reset and news.failed[0].reason is FailReason.CACHE_RESET
         assert finish(connector, item)[0] is False
+
+    def test_an_emptied_prefix_cache_is_noticed_whoever_asked_for_it(self, config: VllmConfig) -> None:
+        """vLLM's own pool: a reset that fails leaves the cache as it is, though the connector is told to reset."""
+        pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+        connector = scheduler_side(config)
+        connector.bind_gpu_block_pool(pool)
+        assert step_of(connector).emptied
+        assert not step_of(connector).emptied
+        pool.reset_prefix_cache()
+        news = step_of(connector)
+        assert (news.emptied, news.reset) == (True, False)
+        pool.get_new_blocks(2)
+        assert pool.reset_prefix_cache() is False and connector.reset_cache() is True
+        news = step_of(connector)
+        assert (news.emptied, news.reset) == (False, True)
+        assert not step_of(connector).reset
 
     def test_a_bad_request_is_served(self, config: VllmConfig) -> None:
         connector = scheduler_side(config)
@@ -276,6 +294,7 @@ class Explosive:
 Call = Callable[[HiddenStatesConnector], object]
 HOOKS: dict[str, tuple[Call, object]] = {
     "requires_kv_delivery": (lambda c: c.requires_kv_delivery, True),
+    "bind_gpu_block_pool": (lambda c: c.bind_gpu_block_pool(SimpleNamespace()), None),
     "get_num_new_matched_tokens": (lambda c: c.get_num_new_matched_tokens(request(), 0), (0, False)),
     "update_state_after_alloc": (lambda c: c.update_state_after_alloc(request(), None, 4), None),
     "build_connector_meta": (lambda c: step_of(c, scheduled(request())), Step(0, 16)),
@@ -297,7 +316,14 @@ HOOKS: dict[str, tuple[Call, object]] = {
 }
 """Every hook of ours that a running engine calls, and what it answers when all below it is broken."""
 MAY_REFUSE_THE_START = {"register_kv_caches"}
-TOUCH_NO_PART = {"requires_kv_delivery", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"}
+TOUCH_NO_PART = {
+    "requires_kv_delivery",
+    "bind_gpu_block_pool",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+}
 
 
 class TestEveryHook:

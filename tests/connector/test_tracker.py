@@ -435,6 +435,33 @@ class TestSalvage:
         assert step(t).readable == [("e", 4)]
 
 
+def test_a_reset_of_the_caches_is_told_once_and_survives_a_step_that_could_not_be_built() -> None:
+    t = tracker()
+    step(t, arrival("a", [3], 4), a=4)
+    t.caches_reset()
+    t.prefix_cache_emptied()
+    with pytest.raises(TypeError):
+        t.step(Scheduled(arrivals=None))  # type: ignore[arg-type]
+    news = t.salvage()
+    assert (news.reset, news.emptied) == (True, True)
+    assert [(f.request_id, f.reason) for f in news.failed] == [("a", FailReason.CACHE_RESET)]
+    assert step(t) == Step(1, BLOCK)
+
+
+def test_a_reset_between_two_steps_is_told_by_the_next_one() -> None:
+    t = tracker()
+    t.caches_reset()
+    assert t.salvage() == Step(1, BLOCK)
+    news = step(t)
+    assert (news.reset, news.emptied) == (True, False)
+
+
+def test_a_request_that_begins_with_rows_of_the_prefix_cache_is_named() -> None:
+    t = tracker()
+    news = step(t, arrival("a", [3, 4], 8, num_computed=4), arrival("b", [5], 4), a=4, b=4)
+    assert news.hits == {"a"}
+
+
 def test_a_capture_says_what_its_request_is() -> None:
     t = tracker()
     wish = Wish(dataset="d", sample_id="s", tags={"k": "v"}, expected_content_hash="ab", rows=OUTPUT.rows)

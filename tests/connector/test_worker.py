@@ -247,7 +247,7 @@ class TestEnds:
             lab.sender._lose(FailReason.SIDECAR_UNREACHABLE, "gone")
             return reserve(*args)
 
-        lab.sender.reserve = lose  # type: ignore[method-assign, assignment]
+        lab.sender.reserve = lose  # type: ignore[assignment, method-assign]
         stream = lab.sender.stream
         assert stream is not None
         for item in list(stream.queue):

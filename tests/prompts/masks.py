@@ -121,8 +121,8 @@ MASKS: dict[str, dict[str, str]] = {
         **NO_THOUGHTS,
         "call": f"{_WORDS}$ ¦ It is 54.$",
         "call and text": f"I call it.\n{_WORDS}$ ¦ It is 54.$",
-        "calls": f"{_WORDS}\n<tool_call>\n<function=look>\n<parameter=up>\nice\n</parameter>\n</function>\n</tool_call>$ "
-        "¦ 54, cold.$",
+        "calls": f"{_WORDS}\n<tool_call>\n<function=look>\n<parameter=up>\nice\n</parameter>\n"
+        "</function>\n</tool_call>$ ¦ 54, cold.$",
         "call last": f"{_WORDS}$",
         "nothing given": "<tool_call>\n<function=now>\n</function>\n</tool_call>$ ¦ At noon.$",
         "deep": '<tool_call>\n<function=set>\n<parameter=to>\n{"x": [1, true, "on"]}\n</parameter>\n</function>\n'
@@ -240,7 +240,8 @@ MASKS: dict[str, dict[str, str]] = {
         "¦  54, cold.$",
         "call last": f"[TOOL_CALLS][{_MISTRAL}]$",
         "nothing given": '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "000000001"}]$ ¦  At noon.$',
-        "deep": '[TOOL_CALLS][{"name": "set", "arguments": {"to": {"x": [1, true, "on"]}}, "id": "000000001"}]$ ¦  Set.$',
+        "deep": '[TOOL_CALLS][{"name": "set", "arguments": {"to": {"x": [1, true, "on"]}}, "id": "000000001"}]$ '
+        "¦  Set.$",
         "as text": f"[TOOL_CALLS][{_MISTRAL}]$ ¦  It is 54.$",
     },
     "gemma": {
@@ -264,8 +265,8 @@ MASKS: dict[str, dict[str, str]] = {
         **_SHARED,
         "call": f"{_MINIMAX}$ ¦ It is 54.$",
         "call and text": f"I call it.{_MINIMAX}$ ¦ It is 54.$",
-        "calls": f'<minimax:tool_call>\n{_INVOKE}<invoke name="look">\n<parameter name="up">ice</parameter>\n</invoke>\n'
-        "</minimax:tool_call>$ ¦ 54, cold.$",
+        "calls": f'<minimax:tool_call>\n{_INVOKE}<invoke name="look">\n<parameter name="up">ice</parameter>\n'
+        "</invoke>\n</minimax:tool_call>$ ¦ 54, cold.$",
         "call last": f"{_MINIMAX}$",
         "nothing given": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>$ ¦ At noon.$',
         "deep": '<minimax:tool_call>\n<invoke name="set">\n<parameter name="to">{"x": [1, true, "on"]}</parameter>\n'

@@ -264,7 +264,8 @@ MISTRAL = """\
 {%- for turn in turns %}
 {%- if turn.role == 'user' %}
 {%- if loop.last or turns[loop.index:] | selectattr('role', 'equalto', 'user') | list == [] %}
-{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ system + turn.content }}[/INST]
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST]{{ system + turn.content }}[/INST]
 {%- else %}[INST]{{ turn.content }}[/INST]{% endif %}
 {%- elif turn.tool_calls %}[TOOL_CALLS][
 {%- for call in turn.tool_calls %}

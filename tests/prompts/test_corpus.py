@@ -78,6 +78,15 @@ def test_the_ids_are_those_of_transformers_under_the_pinned_date(shape: str, tal
     assert chat_of(shape, **OPTIONS.get(shape, {})).encode(given(shape, talk)).token_ids == theirs["input_ids"]
 
 
+def test_the_marker_that_ends_an_earlier_turn_is_trained_on_though_it_is_not_called_special() -> None:
+    """huggingface/trl#5988, huggingface/trl#5109: Harmony ends every turn but the last with another marker."""
+    tokenizer = tokenizer_of("harmony")
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in tokenizer.all_special_ids
+    encoded = chat_of("harmony").encode(TALKS["two turns"])
+    first, last = parts("harmony", encoded.token_ids, encoded.loss_mask)
+    assert first.endswith("Hi.<|end|>") and last.endswith("Bye.<|return|>")
+
+
 def test_the_answer_is_told_from_the_same_words_in_the_question() -> None:
     encoded = chat_of("chatml").encode(TALKS["the same"])
     text = "".join(
@@ -89,9 +98,7 @@ def test_the_answer_is_told_from_the_same_words_in_the_question() -> None:
 
 
 def test_without_leave_a_last_turn_that_no_stop_token_ends_is_refused() -> None:
-    with pytest.raises(
-        RowRefused, match=r"turn 4 \(assistant\) the chat template ends without a token.*open_end=train"
-    ):
+    with pytest.raises(RowRefused, match=r"turn 4 \(assistant\) the chat template ends without.*open_end=train"):
         chat_of("glm").encode(TALKS["two turns"])
 
 

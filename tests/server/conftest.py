@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def _empty(sidecar: SidecarThread) -> None:
     for area in (app.store.captures, app.store.quarantine):
         for path in area.rglob("*.safetensors"):
             path.unlink()
-    with app.catalog._writer as connection:
-        connection.execute("DELETE FROM captures")
-        connection.execute("DELETE FROM client_ids")
+    with contextlib.closing(sqlite3.connect(app.catalog.path)) as index, index:
+        index.execute("DELETE FROM captures")
+        index.execute("DELETE FROM client_ids")
     app.store.used = 0

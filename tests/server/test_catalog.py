@@ -14,12 +14,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from hsconnector.capture.protocol import CaptureState, FailReason, new_capture_id
 from hsconnector.capture.record import CaptureRecord, SlotStats, Verdict, describe
-from server import catalog as module
-from server.catalog import Catalog, Filter, _where
-from server.leases import Leases, Unheld, Wanted
+from hsconnector.errors import IndexFault
+from hsconnector.storage import queries, sqlite
+from hsconnector.storage.queries import Filter
+from hsconnector.storage.schema import captures
+from hsconnector.storage.statement import Statement
+from server.catalog import Catalog
+from server.lease import Unheld, Wanted
+from server.leases import Leases
 from server.metrics import Metrics
 
 VERDICT = Verdict(True, slots=tuple(SlotStats(slot, slot, 1.5, -3.25, 3.25, 0.0, 0) for slot in range(4)))
@@ -67,8 +73,8 @@ def plan(path: Path, query: str, values: tuple[object, ...] = ()) -> str:
 )
 def test_a_listing_uses_its_index(path: Path, catalog: Catalog, wanted: Filter, index: str) -> None:
     """Partial indexes serve only a query that repeats their condition."""
-    clauses, values = _where(wanted)
-    assert index in plan(path, f"SELECT record FROM captures WHERE {' AND '.join(clauses)}", tuple(values))
+    query, values = queries.page(wanted, after=False, oldest_first=True)
+    assert index in plan(path, query.text, query.values({**values, "limit": 10}))
 
 
 # ---- an index that cannot be used now
@@ -79,14 +85,14 @@ def contents(folder: Path) -> list[str]:
 
 
 def test_a_locked_index_is_left_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BUSY_S", 0.1, raising=False)
+    monkeypatch.setattr(sqlite, "BUSY_S", 0.1)
     opened = Catalog(path)
     put(opened, failed := record(CaptureState.FAILED))
     opened.close()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(sqlite3.OperationalError, match="database is locked; another process holds it: let that end"):
+    with pytest.raises(IndexFault, match="database is locked; another process holds it: let that end"):
         Catalog(path)
     other.close()
     assert contents(path.parent) == ["catalog.sqlite"]
@@ -114,7 +120,7 @@ def test_an_index_without_permission_is_left_as_it_is() -> None:
         path.chmod(0o444)
         path.parent.chmod(0o555)
         try:
-            with no_root(), pytest.raises(sqlite3.OperationalError, match="let the user of the sidecar write it"):
+            with no_root(), pytest.raises(IndexFault, match="let the user of the sidecar write it"):
                 Catalog(path)
         finally:
             path.parent.chmod(0o700)
@@ -123,14 +129,14 @@ def test_an_index_without_permission_is_left_as_it_is() -> None:
 
 def test_a_folder_in_the_place_of_the_index(path: Path) -> None:
     path.mkdir()
-    with pytest.raises(sqlite3.OperationalError, match="unable to open database file; let the user of the sidecar"):
+    with pytest.raises(IndexFault, match="unable to open database file; let the user of the sidecar"):
         Catalog(path)
     assert path.is_dir()
 
 
 def test_an_index_that_is_made_is_opened_while_another_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening writes nothing: no lock is waited for, and a full disk does not matter."""
-    monkeypatch.setattr(module, "BUSY_S", 0.1, raising=False)
+    monkeypatch.setattr(sqlite, "BUSY_S", 0.1)
     Catalog(path).close()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -177,7 +183,7 @@ def test_an_index_is_moved_with_its_log(path: Path) -> None:
     other.execute("PRAGMA journal_mode = WAL")
     other.execute("CREATE TABLE kept (name TEXT)")
     other.execute("INSERT INTO kept VALUES ('what only the log holds')")
-    other.execute("PRAGMA user_version = 1000")
+    other.execute("PRAGMA user_version = 1")
     Catalog(path).close()
     (aside,) = (name for name in contents(path.parent) if ".broken-" in name)
     with sqlite3.connect(path.with_name(aside)) as database:
@@ -254,11 +260,11 @@ def test_a_capture_that_left_keeps_no_verdict(catalog: Catalog) -> None:
 def test_start_and_sweep_pass_over_what_has_ended(path: Path, catalog: Catalog) -> None:
     steps: list[str] = []
     put(catalog, ready := record(created=1), *(record(CaptureState.EXPIRED, created=1) for _ in range(50)))
-    catalog._finder._connection.set_trace_callback(steps.append)
+    catalog._finder._driver.set_trace_callback(steps.append)
     assert [name for number in range(256) for name in catalog.live(f"{number:02x}")] == [ready.capture_id]
     assert "captures_live_folder" in plan(path, steps[0])
     leases = Leases(path, Metrics())
-    leases._db.set_trace_callback(steps.append)
+    leases._index._driver.set_trace_callback(steps.append)
     assert [each.capture_id for each in leases.unheld(Unheld.ANY, created_before=10)] == [ready.capture_id]
     leases.close()
     assert "captures_live" in plan(path, next(step for step in steps if "INDEXED BY" in step))
@@ -273,8 +279,9 @@ def test_a_capture_is_found_while_a_listing_reads(catalog: Catalog) -> None:
         reading.set()
         return 0 if done.wait(30) else 1
 
-    catalog._reader._connection.create_function("slow", 0, slow)
-    scan = threading.Thread(target=lambda: catalog._reader.rows("SELECT slow() FROM captures", ()))
+    catalog._reader._driver.create_function("slow", 0, slow)
+    slow_query = Statement(sa.select(sa.func.slow()).select_from(captures))
+    scan = threading.Thread(target=lambda: catalog._reader.rows(slow_query))
     scan.start()
     try:
         assert reading.wait(30)

@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 from hsconnector.capture.protocol import CaptureState, new_capture_id
 from hsconnector.capture.record import CaptureRecord
 from server.catalog import Catalog
-from server.leases import Ack, Lease, LeaseFilter, Leases, Unheld, Wanted
+from server.lease import Ack, Lease, LeaseFilter, Unheld, Wanted
+from server.leases import Leases
 from server.metrics import Metrics
 from server.refusals import Refusal
 from tests.server.engine import Engine, metric
@@ -269,7 +270,7 @@ def test_what_nobody_will_ask_about_is_forgotten(catalog: Catalog) -> None:
     catalog.flush()
     clock += 2 * 86_400
     table.expire()
-    assert table._db.execute("SELECT count(*) FROM lease_items").fetchone() == (0,)
+    assert table._index._driver.execute("SELECT count(*) FROM lease_items").fetchone() == (0,)
     with pytest.raises(Refusal, match="no lease"):
         table.ack(lease.lease_id)
     table.close()
@@ -278,11 +279,11 @@ def test_what_nobody_will_ask_about_is_forgotten(catalog: Catalog) -> None:
 def test_taking_does_not_slow_down_with_what_is_done(catalog: Catalog, table: Leases) -> None:
     """The anti-join walks the indexes: no scan of either table, no sorting."""
     seen: list[str] = []
-    table._db.set_trace_callback(seen.append)
+    table._index._driver.set_trace_callback(seen.append)
     table.take(Wanted(consumer="c", filters=LeaseFilter(dataset="d")))
-    table._db.set_trace_callback(None)
-    query = next(text for text in seen if "LEFT JOIN" in text)
-    plan = [row[3] for row in table._db.execute(f"EXPLAIN QUERY PLAN {query}")]
+    table._index._driver.set_trace_callback(None)
+    query = next(text for text in seen if "LEFT OUTER JOIN" in text)
+    plan = [row[3] for row in table._index._driver.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert not any(step.startswith("SCAN") for step in plan), plan
 
 

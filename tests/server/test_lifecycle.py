@@ -303,7 +303,7 @@ def test_an_index_that_cannot_be_written_loses_nothing(
     engine: Engine, http: httpx.Client, sidecar: SidecarThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = sidecar.app.catalog
-    writer = catalog._writer
+    writer = catalog._writer._driver
     blocker = __import__("sqlite3").connect(catalog.path)
     writer.execute("PRAGMA busy_timeout = 1")
     blocker.execute("BEGIN IMMEDIATE")
@@ -336,7 +336,7 @@ def test_policies(tmp_path: Path, policy: str, state: str, reason: str | None) -
             assert wait_for_end(running.url, name) == (state, reason)
             assert wait_for_end(running.url, good) == ("ready", None)
             about = httpx.get(f"{running.url}/v1/captures/{name}").json()
-            assert "non_finite rows [17] slots [2]" in about["detail"]
+            assert "non_finite in rows [17] in slots [2]" in about["detail"]
             count = sum(1 for _ in running.store.rglob(f"{name}*"))
             assert count == (0 if policy == "reject" else 1)
     finally:
@@ -359,5 +359,5 @@ def test_no_capture_leaves_anything_in_memory(engine: Engine, sidecar: SidecarTh
         engine.fail(engine.open())
         engine.send(opening("bad"))
     ingest = sidecar.app._ingest
-    assert (ingest._owners, ingest._finished, sidecar.app.catalog._pending) == ({}, [], {})
+    assert (ingest._owners, sidecar.app._holdings._ended, sidecar.app.catalog._pending) == ({}, [], {})
     assert ingest.streams[engine.accepted.producer_id].open == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import FailReason, pack_token_ids
+from hsconnector.storage.queries import with_content
 from tests.feeding import Feeder
 from tests.sidecar import SidecarThread, start_sidecar
 
@@ -98,11 +101,9 @@ def test_a_thousand_hashes_are_looked_up_by_the_index(sidecar: SidecarThread, fe
     feeder.capture(states(1), [1])
     hashes = [digest([number]) for number in range(1000)]
     assert len(look_up(sidecar.url, *hashes)) == 1
-    plan = sidecar.app.catalog._reader.rows(
-        "EXPLAIN QUERY PLAN SELECT record FROM captures"
-        " WHERE content_hash != '' AND content_hash IN (SELECT value FROM json_each('[]'))",
-        (),
-    )
+    query, values = with_content(hashes)
+    with contextlib.closing(sqlite3.connect(sidecar.app.catalog.path)) as index:
+        plan = index.execute(f"EXPLAIN QUERY PLAN {query.text}", query.values(values)).fetchall()
     assert any("captures_content" in step[3] for step in plan)
 
 

@@ -452,7 +452,7 @@ def test_an_index_that_cannot_be_used_now_is_one_line(store: Path) -> None:
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN IMMEDIATE")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.catalog.BUSY_S", 0.1, raising=False)
+        patch.setattr("hsconnector.storage.sqlite.BUSY_S", 0.1, raising=False)
         with pytest.raises(StoreError) as refused:
             start_sidecar(store)
     assert str(refused.value) == (

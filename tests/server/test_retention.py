@@ -337,7 +337,7 @@ def test_a_sweep_forgets_for_a_moment_only(limited: Limited, monkeypatch: pytest
     time.sleep(0.05)
     app = limited.sidecar.app
     for left in (2, 1):
-        app._writer.submit(app.lending.sweep).result()
+        app._writer.submit(app._sweep).result()
         assert len(limited.http.get("/v1/captures").json()["data"]) == left
 
 

@@ -1,0 +1,110 @@
+"""The tables of the index.
+
+A change here goes with a new revision in `migrations/versions`, and with `REVISION`.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+__all__ = ["REVISION", "USER_VERSION", "captures", "client_ids", "lease_counts", "lease_items", "leases", "metadata"]
+
+REVISION = "0003"
+"""The newest of `migrations/versions`: what these tables are."""
+USER_VERSION = 2
+"""SQLite's `user_version` of an index, by which sidecars that knew no revisions tell what they may write: they could
+write these tables too, so a step back to them loses nothing."""
+
+metadata = sa.MetaData()
+
+versions = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
+
+captures = sa.Table(
+    "captures",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("capture_id", sa.Text, nullable=False, unique=True),
+    sa.Column("folder", sa.Text, nullable=False),
+    sa.Column("request_id", sa.Text, nullable=False),
+    sa.Column("dataset", sa.Text, nullable=False),
+    sa.Column("sample_id", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("content_hash", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("created", sa.Double, nullable=False),
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Column("record", sa.LargeBinary, nullable=False),
+    sa.Column("ended", sa.Double),
+    sa.Column("reason", sa.Text, nullable=False, server_default=""),
+)
+"""`record` is the capture in msgpack; the other columns serve the filters. `seq` counts captures in the order in which
+the index first heard of them."""
+
+
+def _index(name: str, *columns: sa.Column[object], where: sa.ColumnElement[bool] | None = None) -> None:
+    sa.Index(name, *columns, sqlite_where=where, postgresql_where=where)
+
+
+_c = captures.c
+_index("captures_live", _c.created, where=_c.ended.is_(None))
+_index("captures_live_folder", _c.folder, where=_c.ended.is_(None))
+_index("captures_ended", _c.ended, where=_c.ended.is_not(None))
+_index("captures_request", _c.request_id)
+_index("captures_sample", _c.dataset, _c.sample_id)
+_index("captures_sample_only", _c.sample_id, where=_c.sample_id != "")
+_index("captures_state", _c.state, _c.capture_id)
+_index("captures_content", _c.content_hash, where=_c.content_hash != "")
+_index("captures_created", _c.created)
+
+client_ids = sa.Table(
+    "client_ids",
+    metadata,
+    sa.Column("client_id", sa.Text, primary_key=True),
+    sa.Column("capture_id", sa.Text, primary_key=True),
+    sa.Column("rank", sa.Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""The ids by which a client may know a capture's request; see `hsconnector.capture.record.client_ids`."""
+
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("lease_id", sa.Text, primary_key=True),
+    sa.Column("queue", sa.Text, nullable=False),
+    sa.Column("consumer", sa.Text, nullable=False),
+    sa.Column("created", sa.Double, nullable=False),
+    sa.Column("deadline", sa.Double, nullable=False),
+    sa.Column("captures", sa.Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""`captures` is a JSON list of capture ids."""
+
+lease_items = sa.Table(
+    "lease_items",
+    metadata,
+    sa.Column("queue", sa.Text, primary_key=True),
+    sa.Column("capture_id", sa.Text, primary_key=True),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("lease_id", sa.Text, nullable=False),
+    sa.Column("deadline", sa.Double, nullable=False),
+    sa.Column("deliveries", sa.Integer, nullable=False),
+    sa.Column("remove", sa.Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""One capture in one queue, from its first delivery on."""
+
+_index("lease_items_capture", lease_items.c.capture_id, lease_items.c.state)
+_index("lease_items_due", lease_items.c.state, lease_items.c.deadline)
+_index("lease_items_lease", lease_items.c.lease_id)
+_index("lease_items_remove", lease_items.c.capture_id, where=lease_items.c.remove == 1)
+
+lease_counts = sa.Table(
+    "lease_counts",
+    metadata,
+    sa.Column("queue", sa.Text, primary_key=True),
+    sa.Column("consumer", sa.Text, primary_key=True),
+    sa.Column("outcome", sa.Text, primary_key=True),
+    sa.Column("count", sa.Integer, nullable=False),
+    sa.Column("last", sa.Double, nullable=False),
+    sqlite_with_rowid=False,
+)
