@@ -123,7 +123,7 @@ def test_what_is_not_there(capsys: pytest.CaptureFixture[str], feeder: Feeder, w
 
 
 def test_bytes_are_readable() -> None:
-    assert [readable_bytes(n) for n in (0, 999, 1500, 2_000_000, 3.4e9, 5e13)] == [
+    assert [readable_bytes(n) for n in (0, 999, 1500, 2_000_000, 3_400_000_000, 50_000_000_000_000)] == [
         "0 B",
         "999 B",
         "1.5 kB",

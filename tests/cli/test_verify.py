@@ -162,7 +162,7 @@ def test_captures_of_a_sidecar(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, states: torch.Tensor
 ) -> None:
     running = start_sidecar(tmp_path / "store")
-    about = {"layer_ids": LAYER_IDS, "hidden_size": 256, "model": str(model), "num_layers": NUM_LAYERS}
+    about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": 256, "model": str(model), "num_layers": NUM_LAYERS}
     try:
         with Feeder(running.url, **about) as feeder:
             first, second = feeder.capture(states, TOKENS), feeder.capture(states, TOKENS)

@@ -54,7 +54,13 @@ class _Config(SimpleNamespace):
 
 def engine_config(model: object, load_format: str = "auto", load: Any = None, **fields: Any) -> Any:
     """The parts of a `VllmConfig` that say what was loaded."""
-    defaults = {"revision": None, "model_weights": "", "hf_overrides": {}, "quantization": None, "seed": 0}
+    defaults: dict[str, Any] = {
+        "revision": None,
+        "model_weights": "",
+        "hf_overrides": {},
+        "quantization": None,
+        "seed": 0,
+    }
     model_config = SimpleNamespace(**{"model": str(model), "hf_config": _Config(**CONFIG), **defaults, **fields})
     return SimpleNamespace(
         model_config=model_config,

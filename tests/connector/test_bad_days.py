@@ -121,7 +121,7 @@ class TestAway:
             finally:
                 process.resume()
             for info in caught:
-                lab.until(lambda info=info: reader.state(info) in ("failed", "ready"))
+                lab.until(lambda info=info: reader.state(info) in ("failed", "ready"))  # type: ignore[misc]
                 assert reader.reason(info) in ("sidecar_unreachable", "stalled")
             lab.until(lambda: lab.sender.stream is not None)
             later = lab.whole(LONG)

@@ -18,7 +18,7 @@ from tests.connector.checkpoints import engine_config, tensors, write
 from tests.connector.lab import Lab
 
 
-def engine(folder: Path) -> tuple[torch.nn.Module, Current]:
+def engine(folder: Path) -> tuple[torch.nn.Linear, Current]:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     return model, Current(engine_config(folder), Watch(model))

@@ -217,7 +217,7 @@ class ReaderMachine(TrackerMachine):
     def allow_memory(self, rows: int) -> None:
         self.memory = rows
 
-    def report(self) -> None:  # type: ignore[override]
+    def report(self) -> None:
         """Only what the reader releases is reported here."""
 
     def _check(self, told: Step) -> None:

@@ -93,7 +93,7 @@ class TestShipping:
             infos = [lab.whole(count) for count in (1, LONG, 16, 17, 5 * LONG)]
             lab.until(lambda: len(lab.released) == 5)
             for info in infos:
-                lab.until(lambda info=info: reader.state(info) == "ready")
+                lab.until(lambda info=info: reader.state(info) == "ready")  # type: ignore[misc]
                 assert torch.equal(reader.rows(info), lab.expected(info))
             assert os.listdir(sidecar.settings.shm_dir) == []
 
@@ -142,7 +142,7 @@ class TestShipping:
         with running(sidecar.url) as lab:
             infos = [lab.whole(3, request_id=text) for text in odd]
             for info in infos:
-                lab.until(lambda info=info: reader.state(info) == "ready")
+                lab.until(lambda info=info: reader.state(info) == "ready")  # type: ignore[misc]
             assert sorted(lab.released) == sorted(odd)
             assert reader.record(infos[0])["request_id"] == "../../x"
             assert reader.record(infos[8])["request_id"] == r"\ud800 half"

@@ -54,7 +54,12 @@ def test_other_weights_in_the_same_folder_have_another_id(tmp_path: Path) -> Non
 
 def test_names_dtypes_and_what_the_sampler_reads_do_not_count(tmp_path: Path) -> None:
     a = write(tmp_path / "a")
-    other = {"torch_dtype": "bfloat16", "dtype": "bfloat16", "transformers_version": "9", "eos_token_id": 7}
+    other: dict[str, Any] = {
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "transformers_version": "9",
+        "eos_token_id": 7,
+    }
     b = write(tmp_path / "b", **other, _name_or_path="x", text_config={"torch_dtype": "float16"})
     c = write(tmp_path / "c", text_config={})
     assert id_of(a) != id_of(b) == id_of(c)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,7 +30,7 @@ def states_of(number: int) -> torch.Tensor:
     return torch.randn(len(tokens_of(number)), len(LAYERS), HIDDEN, generator=generator)
 
 
-def feed(url: str, numbers: Sequence[int], *, dataset: str = "d", **producer: str) -> list[str]:
+def feed(url: str, numbers: Sequence[int], *, dataset: str = "d", **producer: Any) -> list[str]:
     """Captures of samples; their ids."""
     from tests.feeding import Feeder  # which needs torch
 

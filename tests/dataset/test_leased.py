@@ -159,6 +159,9 @@ def test_acknowledgements_wait_for_a_sidecar_that_is_away(sidecar: SidecarThread
 class Slow(LeasedDataset):
     """One whose first acknowledgement is answered, and heard of only once `heard` is set."""
 
+    sent: threading.Event
+    heard: threading.Event
+
     def _ack(self, index: int, lease_id: str, captures: Sequence[str]) -> Mapping[str, str]:
         answers = super()._ack(index, lease_id, captures)
         if not self.sent.is_set():

@@ -351,7 +351,7 @@ def test_what_the_sidecar_removed_before_the_end_is_listed(tmp_path: Path) -> No
         assert lines["24"] == "row 24: has the tokens of row 0, which failed"
         assert not ledger.complete
         assert ledger.counts == {Fate.CAPTURED: len(ready), Fate.STORED: 0, Fate.FAILED: len(lines)}
-        assert ledger.tokens == sum(len(rows[int(row)]["input_ids"]) for row in ready)  # type: ignore[arg-type]
+        assert ledger.tokens == sum(len(rows[int(row)]["input_ids"]) for row in ready)  # type: ignore[arg-type, misc]
     finally:
         engine.stop()
         small.stop()

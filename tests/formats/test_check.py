@@ -165,7 +165,7 @@ def test_a_pass_that_is_off_by_itself_accuses_no_file(format: str, captured: Cap
 
 
 def test_a_sample_of_the_files_can_be_checked(captured: Captured, tmp_path: Path) -> None:
-    command = [captured.url, "-f", "speculators", "-o", tmp_path, "--check", "--check-samples", "2"]
+    command = [captured.url, "-f", "speculators", "-o", str(tmp_path), "--check", "--check-samples", "2"]
     assert "2 of 2 files equal" in export(*command)[1]
 
 

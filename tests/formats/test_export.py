@@ -137,7 +137,13 @@ def test_another_models_export_is_refused_field_by_field(captured: Captured, tmp
 
 
 def test_other_models_and_revisions_are_named(tmp_path: Path) -> None:
-    about = {"num_layers": 6, "hidden_size": 8, "dtype": "float32", "layer_ids": (6,), "slots": ("after_layer_5",)}
+    about: dict[str, Any] = {
+        "num_layers": 6,
+        "hidden_size": 8,
+        "dtype": "float32",
+        "layer_ids": (6,),
+        "slots": ("after_layer_5",),
+    }
     here = Description(format="speculators", model="org/a", last_layer_norm="pre", **about)
     there = Description(format="speculators", model="org/b", model_revision="r2", last_layer_norm="pre", **about)
     Manifest(tmp_path, here, ".safetensors").close()

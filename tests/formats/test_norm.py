@@ -65,7 +65,7 @@ def write_config(folder: Path, **fields: Any) -> Path:
 def test_every_listed_model_type_equals_its_huggingface_module(model_type: str, tmp_path: Path) -> None:
     theirs = huggingface_norm(model_type, tmp_path)
     ours = load_norm(tmp_path)
-    states = torch.randn(7, theirs.weight.shape[0]) * 30
+    states = torch.randn(7, theirs.state_dict()["weight"].shape[0]) * 30
     with torch.no_grad():
         torch.testing.assert_close(ours(states), theirs(states), rtol=1e-6, atol=1e-6)
         for kind in set(NormKind) - {ours.kind}:

@@ -90,9 +90,9 @@ def test_the_split_that_speculators_makes_is_aux_and_last(captured: Captured, tm
     for row, token_ids in enumerate(captured.rows.token_ids):
         exported = Speculators().read(tmp_path / f"hs_{row}.safetensors")
         expected = reference_states(captured.model, token_ids, LAYERS)
-        tolerance = {"rtol": 1e-4, "atol": 1e-4} if captured.dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
-        torch.testing.assert_close(exported.aux.float(), expected[:, :-1].flatten(1), **tolerance)
-        torch.testing.assert_close(exported.last.float(), expected[:, -1], **tolerance)
+        rtol, atol = (1e-4, 1e-4) if captured.dtype == torch.float32 else (0.1, 0.2)
+        torch.testing.assert_close(exported.aux.float(), expected[:, :-1].flatten(1), rtol=rtol, atol=atol)
+        torch.testing.assert_close(exported.last.float(), expected[:, -1], rtol=rtol, atol=atol)
 
 
 def test_without_the_last_layer_the_missing_id_is_named() -> None:

@@ -26,7 +26,8 @@ ORDERS = ["lbhs", "lbsh", "bslh", "blsh"]
 
 def on_gpu(*shape: int, order: str = "lbsh", dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     """The same cache on the CPU and on the GPU, both with their memory in this order."""
-    host = cache(*shape, order=order, dtype=dtype)
+    num_blocks, size, slots, hidden = shape
+    host = cache(num_blocks, size, slots, hidden, order, dtype)
     extents = dict(zip("bslh", shape, strict=True))
     device = torch.empty([extents[letter] for letter in order], dtype=dtype, device=DEVICE)
     view = device.permute([order.index(letter) for letter in "bslh"])

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from hs_connectors import HiddenStatesBackend
 
 from hsconnector.capture.protocol import Commit, FailReason, Rows, Span, pack_token_ids
 from hsconnector.client import Client
 from hsconnector.errors import CaptureFailed, CapturePending, SettingsError, SidecarUnreachable
 from hsconnector.integrations.speculators import (
     NAME,
-    HiddenStatesBackend,
     RunSettings,
     SidecarBackend,
     SidecarTransfer,
@@ -215,7 +215,7 @@ class TestGenerated:
     def test_what_the_trainer_would_not_notice_is_refused(
         self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, change: dict[str, Any], says: str
     ) -> None:
-        about = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, **change}
+        about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, **change}
         with Feeder(sidecar.url, **about) as feeding:
             capture_id = feeding.capture(states_of(ROWS[0]), ROWS[0])
         with pytest.raises(SettingsError, match=says):
@@ -338,7 +338,7 @@ def test_training_cannot_tell_stored_captures_from_plain_files(
     """
     data = write_dataset(tmp_path / "data", ROWS)
     states = [states_of(row) for row in ROWS]
-    about = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "model": str(model)}
+    about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "model": str(model)}
     with Feeder(sidecar.url, **about) as feeding:
         ids = [feeding.capture(rows, tokens) for rows, tokens in zip(reversed(states), reversed(ROWS), strict=True)]
     files = write_plain_files(tmp_path / "files", sidecar.url, ROWS)

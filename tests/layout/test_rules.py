@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ from hsconnector.layout.specs import (
 )
 
 
-def full(block: int = 16, heads: int = 1, head: int = 64, **changes: object) -> FullAttention:
+def full(block: int = 16, heads: int = 1, head: int = 64, **changes: Any) -> FullAttention:
     return replace(FullAttention(block_size=block, num_kv_heads=heads, head_size=head, dtype="bfloat16"), **changes)
 
 
@@ -44,7 +45,7 @@ def hidden(slots: int = 3, size: int = 1024, block: int = 16) -> HiddenState:
     return HiddenState(block_size=block, num_kv_heads=slots, head_size=size, dtype="bfloat16")
 
 
-def mamba(block: int = 16, elements: int = 2_048, **changes: object) -> Mamba:
+def mamba(block: int = 16, elements: int = 2_048, **changes: Any) -> Mamba:
     return replace(Mamba(block_size=block, shapes=((elements,),), dtypes=("bfloat16",), cache_mode="align"), **changes)
 
 

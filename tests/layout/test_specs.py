@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hsconnector.errors import LayoutError
@@ -18,7 +20,7 @@ from hsconnector.layout.specs import (
     SlidingWindowMLA,
 )
 
-KV = {"num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+KV: dict[str, Any] = {"num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
 
 def test_a_page_is_keys_and_values_of_all_heads() -> None:

@@ -152,7 +152,12 @@ def test_only_what_is_unknown_or_changed_is_read(store: Path, monkeypatch: pytes
     names = fill(store, 3)
     read: list[str] = []
     real = recovery.inspect_shard
-    monkeypatch.setattr(recovery, "inspect_shard", lambda path: (read.append(path.name), real(path))[1])
+
+    def noted(path: Path) -> Any:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(recovery, "inspect_shard", noted)
     start_sidecar(store).stop()
     assert read == []
     os.utime(shard(store, names[1]))

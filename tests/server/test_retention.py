@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hsconnector.capture.protocol import CaptureState, Commit, FailReason, Rows, Span, pack_token_ids
+from hsconnector.capture.protocol import CaptureState, Commit, FailReason, Message, Rows, Span, pack_token_ids
 from server.store import RESERVE
 from tests.server.engine import Engine, metric, opening, rows_of
 from tests.sidecar import start_sidecar
@@ -99,7 +99,7 @@ def test_a_thousand_captures_pass_through_a_budget_of_ten(limited: Limited) -> N
 def test_a_batch_larger_than_what_is_free_makes_its_own_room(limited: Limited) -> None:
     """Sixteen captures in one batch: those of the batch's head have to go for its tail."""
     opened = [opening(num_prompt_tokens=20) for _ in range(16)]
-    messages = []
+    messages: list[Message] = []
     for message in opened:
         name = message.capture.capture_id
         messages += [message, Rows(name, 0, 20, Span(0, ROWS.nbytes)), Commit(name, 20, pack_token_ids(range(20)))]
