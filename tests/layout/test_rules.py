@@ -1,4 +1,4 @@
-"""The rules on the numbers of the public reports, and beyond what vLLM's own tests cover."""
+"""The numbers of public reports, and the rules beyond what vLLM's own tests cover."""
 
 from __future__ import annotations
 
