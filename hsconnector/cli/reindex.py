@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hsconnector.errors import SettingsError
+from hsconnector.storage.folder import Folder
 
 __all__ = ["reindex"]
 
@@ -24,8 +25,7 @@ def reindex(
         from server.recovery import reindex_store
     except ModuleNotFoundError as error:
         raise SettingsError(f"{error.name} is missing: pip install 'hsconnector[serve]'") from error
-    if not (store / "captures").is_dir():
-        raise SettingsError(f"{store} is not a store: it has no folder captures")
+    Folder.existing(store)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     whole, damaged = reindex_store(store.absolute())
     typer.echo(f"{whole} whole shards, {damaged} damaged files moved aside")
