@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from hsconnector.reference.model.model import ReferenceModel
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from rich.cells import set_cell_size
 from rich.console import Console
 
@@ -33,6 +32,7 @@ from hsconnector.cli.show import readable_bytes
 from hsconnector.cli.verify import Report, check, sentence
 from hsconnector.client import Client
 from hsconnector.errors import CaptureError, HSConnectorError
+from hsconnector.reference.model import ReferenceModel
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"
@@ -249,7 +249,7 @@ def wait_for(url: str, started: Started, seconds: float) -> None:
 
 def send_all(engine: str, dataset: str) -> None:
     with (
-        httpx.Client(trust_env=False, timeout=300) as http,
+        DefaultHttpxClient(trust_env=False, timeout=300) as http,
         OpenAI(base_url=f"{engine}/v1", api_key="none", http_client=http, max_retries=0) as openai,
         ThreadPoolExecutor(4) as pool,
     ):
@@ -317,7 +317,8 @@ def print_end(model: Path, rows: list[Row]) -> int:
         )
     for row in rows:
         if row.report is None or row.report.diagnosis:
-            console.print(row.problem or sentence(row.report), markup=False, style="red", soft_wrap=True)
+            said = row.problem or (sentence(row.report) if row.report else "")
+            console.print(said, markup=False, style="red", soft_wrap=True)
     verified = sum(row.report is not None and row.report.ok for row in rows)
     console.print(f"\n{verified} of {len(rows)} captures verified, from {len(ASKS)} requests. Go on with:\n")
     for line in next_commands(model):

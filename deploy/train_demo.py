@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 from demo import BIN, ROOT, WORK, DemoFailed, Started, build_model, console, free_ports, progress, wait_for
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from hsconnector.errors import HSConnectorError
 
@@ -106,7 +105,7 @@ def converse(engine: str, model: Path, most: int, answers: int) -> int:
     prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[:most]]
     asks = [(prompt, number) for number in range(answers) for prompt in prompts]
     with (
-        httpx.Client(trust_env=False, timeout=1200) as http,
+        DefaultHttpxClient(trust_env=False, timeout=1200) as http,
         OpenAI(base_url=f"{engine}/v1", api_key="none", http_client=http, max_retries=0) as openai,
         ThreadPoolExecutor(32) as pool,
     ):

@@ -6,12 +6,13 @@ HSConnectorError
 ├── UnsupportedError                an engine, model or request feature that extraction cannot serve
 ├── ProtocolError (ValueError)      bytes that are not a message of this protocol version
 ├── ShardError (ValueError)         bytes that are not a whole shard
+├── CheckpointError (ValueError)    weight files that are not there, or are not what their names say
 ├── RingError                       staging memory that cannot be created, opened or trusted
 ├── IndexFault                      the index of a store cannot be read or written; carries the way out
 │   └── BrokenIndex                 it is damaged: only a new one helps
 ├── StoreError (OSError)            the store cannot take or give bytes (full disk, no permission)
 ├── TransportError (ConnectionError)
-│   ├── SidecarUnreachable          nobody answers, or not in time
+│   ├── SidecarUnreachable          nobody answers, not in time, or that it cannot now
 │   ├── SidecarRefused              an answer that says no: wrong key, protocol version, malformed batch
 │   └── ProducerUnknown             the sidecar restarted or gave this stream up: open a new one
 └── CaptureError                    one capture cannot be given; carries capture_id and reason
@@ -32,6 +33,7 @@ __all__ = [
     "CaptureNotFound",
     "CapturePending",
     "CaptureQuarantined",
+    "CheckpointError",
     "HSConnectorError",
     "IndexFault",
     "LayoutError",
@@ -72,6 +74,10 @@ class ShardError(HSConnectorError, ValueError):
     """Bytes that are not a whole shard."""
 
 
+class CheckpointError(HSConnectorError, ValueError):
+    """Weight files that are not there, or are not what their names say."""
+
+
 class RingError(HSConnectorError):
     """Staging memory that cannot be created, opened or trusted."""
 
@@ -97,11 +103,15 @@ class TransportError(HSConnectorError, ConnectionError):
 
 
 class SidecarUnreachable(TransportError):
-    """Nobody answers at the sidecar's address, or not in time."""
+    """Nobody answers at the sidecar's address, not in time, or that it cannot now (408, 429, most of the 500s)."""
 
 
 class SidecarRefused(TransportError):
-    """The sidecar answered, and said no."""
+    """The sidecar answered, and said no; `kind` is the stable name of the reason, such as `lease_expired`."""
+
+    def __init__(self, message: str, *, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class ProducerUnknown(TransportError):

@@ -27,7 +27,7 @@ from hsconnector.errors import (
 )
 from server.auth import Gate
 from server.refusals import Refusal
-from server.routes import captures, health, ingest, leases, lookup
+from server.routes import ROUTERS
 from server.service import Service
 
 __all__ = ["build_app", "envelope"]
@@ -56,8 +56,8 @@ def build_app(sidecar: Service) -> FastAPI:
 
     app = FastAPI(title="hsconnector sidecar", version=version("hsconnector"), lifespan=lifespan)
     app.state.sidecar = sidecar
-    for routes in (ingest, captures, lookup, leases, health):
-        app.include_router(routes.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(HSConnectorError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_request)
     app.add_exception_handler(HTTPException, _on_http_error)

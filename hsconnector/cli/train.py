@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
+from hsconnector.cli import CouldNotStart
+
 __all__ = ["train"]
 
 _BACKEND = "--hidden-states-backend"
@@ -14,20 +16,19 @@ _BACKEND = "--hidden-states-backend"
 def train(context: typer.Context) -> None:
     """Runs `speculators train` with the hidden-states backend `hsconnector`.
 
-    Every argument goes to it unchanged; --help lists them, the --hsc-... ones are ours. Without --config the backend
-    need not be named. On several GPUs: `torchrun --no-python --nproc-per-node 8 hsconnector train ...`.
+    Every argument goes to it unchanged; --help lists them, --sidecar and the --hsc-... ones are ours. Without --config
+    the backend need not be named. On several GPUs: `torchrun --no-python --nproc-per-node 8 hsconnector train ...`.
     """
     try:
-        from hsconnector.integrations import speculators
+        from hsconnector.integrations.speculators import load_trainer
+
+        run = load_trainer()
     except ModuleNotFoundError as error:
-        raise _could_not_start(error) from error
-    speculators.register()
-    try:
-        from speculators.train.cli import main
-        from speculators.train.config import TrainConfig
-    except ModuleNotFoundError as error:
-        raise _could_not_start(error) from error
-    main(TrainConfig.resolve(with_backend(context.args)))
+        raise CouldNotStart(
+            f"training needs {error.name}: pip install 'hsconnector[train]', or where vLLM's own versions must not "
+            "change: pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0"
+        ) from error
+    run(with_backend(context.args))
 
 
 def with_backend(arguments: Sequence[str]) -> list[str]:
@@ -35,15 +36,6 @@ def with_backend(arguments: Sequence[str]) -> list[str]:
     if any(word.split("=")[0] == "--config" for word in arguments):
         return list(arguments)
     return [_BACKEND, "hsconnector", *arguments]
-
-
-def _could_not_start(error: ModuleNotFoundError) -> SystemExit:
-    typer.echo(
-        f"hsconnector: training needs {error.name}: pip install 'hsconnector[train]', or where vLLM's own versions "
-        "must not change: pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0",
-        err=True,
-    )
-    return SystemExit(3)
 
 
 train.context_settings = {  # type: ignore[attr-defined]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,11 +16,14 @@ from rich.progress import track
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.shard import Capture, open_shard
+from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.show import columns, plain
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.client import DEFAULT_SIDECAR, Client
+from hsconnector.client.sources import FolderSource
 from hsconnector.errors import CaptureNotFound, SettingsError
-from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.comparison import DEFAULT_TOLERANCES, Difference, compare, explain, ranges
+from hsconnector.reference.model import ReferenceModel
+from hsconnector.reference.passes import compare_twice
 
 __all__ = ["Report", "check", "sentence", "verify"]
 
@@ -48,14 +51,15 @@ class Report:
     diagnosis: str = ""
 
 
+@with_older_names
 def verify(
     sources: Annotated[
         list[str] | None,
         typer.Argument(help="Store folders, shard files, capture ids or handles; none: the sidecar's latest captures."),
     ] = None,
-    url: Annotated[str, typer.Option(envvar="HSC_URL", help="The sidecar.")] = DEFAULT_URL,
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     model: Annotated[str, typer.Option(help="The checkpoint to compare with; else what each capture names.")] = "",
-    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the latest ones.")] = 4,
+    n: Annotated[int, typer.Option("--n", min=1, help="At most so many captures, the newest.")] = 4,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Relative to a row's largest value; 0: 1e-4 (f32), 1e-2 (f16), 5e-2 (bf16).")
     ] = 0.0,
@@ -69,10 +73,10 @@ def verify(
     states after the final norm. Exit code 1 if anything differs or nothing was found.
     """
     console = Console(stderr=True)
-    with Client(url) as client:
+    with Client(sidecar) as client:
         captures = list(islice(_captures(sources or [], client), n))
     if not captures:
-        raise CaptureNotFound(f"nothing to verify in {', '.join(sources or [url])}")
+        raise CaptureNotFound(f"nothing to verify in {', '.join(sources or [sidecar])}")
     reports = []
     models: dict[str, ReferenceModel] = {}
     for capture in track(captures, "comparing", console=console, transient=True, disable=not console.is_terminal):
@@ -104,32 +108,31 @@ def check(capture: Capture, reference: ReferenceModel, tolerance: float = 0.0) -
     token_ids = capture.token_ids.tolist()
     dtype = str(capture.hidden_states.dtype).removeprefix("torch.")
     tolerance = tolerance or DEFAULT_TOLERANCES[dtype]
-    difference = compare(capture.hidden_states, reference.states(token_ids, capture.layer_ids), tolerance)
-    if difference.ok:
-        return _report(capture, reference, tolerance, difference)
-    return _accused(capture, reference, tolerance, difference)
+    passes = compare_twice(
+        reference, token_ids, capture.layer_ids, lambda states: compare(capture.hidden_states, states, tolerance)
+    )
+    report = _report(capture, reference, tolerance, passes.decisive)
+    if report.first_row is not None and report.first_slot is not None:
+        return _explained(report, capture, reference, passes.layers)
+    return report if passes.first.ok else replace(report, diagnosis=_unrepeated(passes.first))
 
 
-def _accused(capture: Capture, reference: ReferenceModel, tolerance: float, first: Difference) -> Report:
-    """A second pass decides and explains: on a busy machine a first one was seen to be off by itself."""
-    layers = reference.states(capture.token_ids.tolist(), range(reference.num_layers + 1))
-    second = compare(capture.hidden_states, layers[:, list(capture.layer_ids)], tolerance)
-    report = _report(capture, reference, tolerance, second)
-    if report.first_row is None or report.first_slot is None:
-        where = f"by {first.largest_relative:.1g} in {ranges(first.wrong_rows)}"
-        off = (
-            f"Hugging Face's first pass was off {where}, its second was not: arithmetic on this machine does not repeat"
-        )
-        return replace(report, diagnosis=off)
-    layer = capture.layer_ids[report.first_slot]
+def _explained(report: Report, capture: Capture, reference: ReferenceModel, layers: Any) -> Report:
+    """The report with what the first wrong slot holds instead; `layers` `[T, N + 1, H]` is the whole reference."""
+    slot = report.first_slot or 0
     diagnosis = explain(
-        capture.hidden_states[:, report.first_slot],
+        capture.hidden_states[:, slot],
         layers,
         reference.normed(layers[:, -1]),
-        layer_id=layer,
-        tolerance=tolerance,
+        layer_id=capture.layer_ids[slot],
+        tolerance=report.tolerance,
     )
-    return replace(report, first_layer=layer, diagnosis=diagnosis)
+    return replace(report, first_layer=capture.layer_ids[slot], diagnosis=diagnosis)
+
+
+def _unrepeated(first: Difference) -> str:
+    where = f"by {first.largest_relative:.1g} in {ranges(first.wrong_rows)}"
+    return f"Hugging Face's first pass was off {where}, its second was not: arithmetic on this machine does not repeat"
 
 
 def _report(capture: Capture, reference: ReferenceModel, tolerance: float, difference: Difference) -> Report:
@@ -153,36 +156,20 @@ def _report(capture: Capture, reference: ReferenceModel, tolerance: float, diffe
 def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:
     if capture.first_row:
         raise SettingsError(f"a view from row {capture.first_row} cannot be computed again: verify the whole capture")
-    if adapter := capture.metadata.get("lora"):
-        raise SettingsError(
-            f"capture {capture.capture_id} ran with the adapter {plain(adapter)}, which {reference.name} alone has not"
-        )
-    layers = capture.metadata.get("num_layers", "")
-    if layers and layers != str(reference.num_layers):
-        raise SettingsError(
-            f"capture {capture.capture_id} is of a model with {layers} layers, "
-            f"{reference.name} has {reference.num_layers}: give its own checkpoint with --model"
-        )
+    layers, adapter = capture.metadata.get("num_layers", ""), plain(capture.metadata.get("lora", ""))
+    reference.refuse_foreign(f"capture {capture.capture_id}", num_layers=layers, lora=adapter)
 
 
-def _captures(sources: Iterable[str], client: Client) -> Iterator[Capture]:
-    named = False
+def _captures(sources: Sequence[str], client: Client) -> Iterator[Capture]:
+    if not sources:
+        yield from (client.fetch(record) for record in client.captures(state=CaptureState.READY))
     for source in sources:
-        named = True
         if Path(source).is_dir():
-            yield from (open_shard(path, verify=True) for path in _shards(Path(source)))
+            yield from (open_shard(path, verify=True) for path in FolderSource(Path(source)).shards())
         elif Path(source).exists() or source.endswith(".safetensors"):
             yield open_shard(source, verify=True)
         else:
             yield client.fetch(source)
-    if not named:
-        yield from (client.fetch(record) for record in client.captures(state=CaptureState.READY))
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The shards of a store, or of a plain folder, latest first; the names begin with the time."""
-    root = folder / "captures" if (folder / "captures").is_dir() else folder
-    return sorted(root.rglob("*.safetensors"), key=lambda path: path.name, reverse=True)
 
 
 def _print(reports: list[Report]) -> None:

@@ -1,61 +1,38 @@
-"""Captures from Python: what a trainer or a notebook imports.
-
-    from hsconnector.client import Client
-
-    with Client("http://127.0.0.1:8190") as client:
-        capture = client.fetch(response.kv_transfer_params["handle"])
-        capture.hidden_states     # [T, L, H]
-        capture.layer_ids         # what each slot holds
-
-A capture on this host is read from its file, any other over HTTP; either way its checksum is verified.
-"""
+"""Captures of one sidecar: found, waited for, read, removed."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import ipaddress
-import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
-from urllib.parse import urlsplit
+from typing import Any, Literal, Self, TypedDict, Unpack
 
-import httpx
 import msgspec
 
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.selection import RowRange, resolve_rows, resolve_slots
 from hsconnector.capture.shard import Capture, Framework, open_shard, parse_shard
+from hsconnector.client.address import DEFAULT_SIDECAR, origin_of
+from hsconnector.client.connection import Connection, decode, require
 from hsconnector.errors import (
-    CaptureError,
     CaptureExpired,
     CaptureFailed,
-    CaptureNotFound,
     CapturePending,
     CaptureQuarantined,
     SettingsError,
     ShardError,
-    SidecarRefused,
-    SidecarUnreachable,
     StoreError,
 )
 
-__all__ = ["Client", "Filters"]
+__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits", "Page"]
 
-DEFAULT_URL = "http://127.0.0.1:8190"
 _POLL_S = 30.0
 """One long poll; a sidecar that stops answers earlier."""
 _PAUSE_S = 0.05
-_PAUSES_S = (0.2, 0.4, 0.8)
-"""Between the attempts of one call."""
-_NOT_AGAIN = (httpx.ReadTimeout, httpx.UnsupportedProtocol)
-_T = TypeVar("_T")
 
 
 class Filters(TypedDict, total=False):
@@ -74,19 +51,43 @@ class Filters(TypedDict, total=False):
     """Seconds since the epoch, compared with `created`."""
 
 
-class _Page(msgspec.Struct, frozen=True):
+class Limits(TypedDict, total=False):
+    """What `collect` applies; what is left out is the sidecar's own."""
+
+    ttl_s: float | None
+    """What is older goes."""
+    max_bytes: int | None
+    """Down to so many bytes of shards."""
+    evict: str | None
+    """What may go to get there: `acked`, `oldest` or `none`."""
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """A capture that goes, and why."""
+
+    capture_id: str
+    dataset: str
+    sample_id: str
+    state: str
+    size: int
+    why: str
+
+
+class Collection(msgspec.Struct, frozen=True):
+    """What leaves a store, or would; `data` names the first 1,000."""
+
+    count: int
+    bytes: int
+    held: int
+    """Captures that match and stay, because they are leased or being read."""
+    data: list[Leaving]
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A part of a list; the next one begins at `next_cursor`."""
+
     data: list[CaptureRecord]
     next_cursor: str | None = None
-
-
-class _Error(msgspec.Struct, frozen=True):
-    message: str = ""
-    type: str = ""
-    reason: str = ""
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    error: _Error
 
 
 class Client:
@@ -94,28 +95,29 @@ class Client:
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str = DEFAULT_SIDECAR,
         *,
         api_key: str | None = None,
         origins: Sequence[str] = (),
         timeout: float = 60.0,
         local: bool = True,
     ) -> None:
-        """`url` is `http://…` or `unix:///path`; `api_key` else `HSC_API_KEY`.
+        """`url` is `http://…`, `https://…` or `unix:///path`.
+
+        A sidecar that was started with `--api-key` wants that key: give it as `api_key`, or leave `api_key` out and set
+        the environment variable `HSC_API_KEY`. It is sent as `Authorization: Bearer KEY`, as any other program must.
 
         Handles are followed to `url` and to `origins` only (a sidecar's public address, if it has another), so the key
         goes nowhere else. `timeout` is of one answer, in seconds. With `local` files on this host are opened directly.
+        Raises SettingsError.
         """
-        self.url = url.rstrip("/")
         self.local = local
-        self._key = api_key if api_key is not None else os.environ.get("HSC_API_KEY", "")
-        self._timeout = timeout
-        self._given = tuple(origins)
-        self._base, self._connections = _connection(self.url, timeout)
-        self._pid = os.getpid()
-        self._origins = {_origin(address): address for address in (self._base, *origins)}
+        self._connection = Connection(url, key=api_key, timeout_s=timeout)
+        self.url = self._connection.address.text
+        self._base = self._connection.address.base
+        self._origins = tuple(dict.fromkeys(origin_of(address) for address in (self._base, *origins)))
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -125,26 +127,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections; harmless when repeated."""
-        if self._pid == os.getpid():
-            self._connections.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For workers that are spawned: the same client with connections of its own, the key included."""
-        options: dict[str, Any] = {
-            "api_key": self._key,
-            "origins": self._given,
-            "timeout": self._timeout,
-            "local": self.local,
-        }
-        return functools.partial(Client, **options), (self.url,)
-
-    @property
-    def _http(self) -> httpx.Client:
-        """The connections, new ones after a fork: two processes must not talk over one."""
-        if self._pid != os.getpid():
-            self._base, self._connections = _connection(self.url, self._timeout)
-            self._pid = os.getpid()
-        return self._connections
+        self._connection.close()
 
     def fetch(
         self,
@@ -180,7 +163,7 @@ class Client:
             capture = _open_local(record, lambda path: read(open_shard, path, layers=layers, rows=(start, stop)))
         if capture is None:
             query = _view(record, layers, None if rows is None else (start, stop), quarantined)
-            body = self._download(self._capture_url(handle) + "/tensors", query, record.capture_id)
+            body = self._connection.download(self._capture_url(handle) + "/tensors", query, record.capture_id)
             capture = replace(read(parse_shard, body, name=f"capture {record.capture_id}"), first_row=start)
             if capture.capture_id != record.capture_id:
                 raise ShardError(f"asked for capture {record.capture_id}, the sidecar sent {capture.capture_id!r}")
@@ -191,9 +174,11 @@ class Client:
         url, deadline = self._capture_url(handle), time.monotonic() + wait
         while True:
             left = deadline - time.monotonic()
-            answer = self._get(url, {"wait": f"{min(left, _POLL_S):.3f}"} if left > 0 else {})
+            wait_s = min(max(left, 0.0), _POLL_S)
+            query = {"wait": f"{wait_s:.3f}"} if wait_s else {}
+            answer = self._connection.ask("GET", url, params=query, wait_s=wait_s)
             if left <= 0 or answer.status_code not in (202, 404):
-                record = _decoded(answer, CaptureRecord, _name(handle))
+                record = decode(self._connection.address, answer, CaptureRecord, _name(handle))
                 if record.final or left <= 0:
                     return record
             time.sleep(min(max(deadline - time.monotonic(), 0), _PAUSE_S))
@@ -219,7 +204,7 @@ class Client:
         query = {name: str(value) for name, value in filters.items() if value is not None}
         query["limit"] = str(page_size)
         while True:
-            page = _decoded(self._get(f"{self._base}/v1/captures", query), _Page, "captures")
+            page = self._connection.answer(Page, "GET", "/v1/captures", params=query)
             yield from page.data
             if not page.next_cursor:
                 return
@@ -227,10 +212,19 @@ class Client:
 
     def delete(self, handle: str | CaptureRecord) -> None:
         """Removes a capture; harmless when repeated."""
-        url = self._capture_url(handle)
-        _raise_for_status(
-            self._repeated(lambda: self._http.request("DELETE", url, headers=self._headers())), _name(handle)
-        )
+        answer = self._connection.ask("DELETE", self._capture_url(handle))
+        require(self._connection.address, answer, _name(handle))
+
+    def collect(
+        self, filters: Mapping[str, Any] | None = None, *, dry_run: bool = True, **limits: Unpack[Limits]
+    ) -> Collection:
+        """Removes what has outlived its limits or, given `filters`, every capture that matches all of them.
+
+        `filters` are `dataset`, `sample_id`, `model`, `state` and `created_before` (seconds since the epoch). With
+        `dry_run` nothing is removed. What is leased, being read or not final stays.
+        """
+        body = {**limits, "filters": filters, "dry_run": dry_run}
+        return self._connection.answer(Collection, "POST", "/v1/captures:collect", json=body, repeat=False)
 
     def _capture_url(self, handle: str | CaptureRecord) -> str:
         """The address of a capture, at an origin that was given; raises SettingsError."""
@@ -239,72 +233,14 @@ class Client:
             if not is_capture_id(text):
                 raise SettingsError(f"{text!r} is neither a capture id (32 hex digits) nor a handle (an absolute URL)")
             return f"{self._base}/v1/captures/{text}"
-        if _origin(text) not in self._origins:
+        origin = origin_of(text)
+        if origin not in self._origins:
             known = ", ".join(self._origins)
             raise SettingsError(
-                f"the handle is at {_origin(text)}, this client was given {known}: if both are one sidecar, "
-                f"make it Client({self.url!r}, origins=[{_origin(text)!r}])"
+                f"the handle is at {origin}, this client was given {known}: if both are one sidecar, "
+                f"make it Client({self.url!r}, origins=[{origin!r}])"
             )
         return text.rstrip("/")
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
-
-    def _get(self, url: str, query: dict[str, str]) -> httpx.Response:
-        timeout = httpx.Timeout(self._timeout, read=self._timeout + float(query.get("wait", 0)))
-        return self._repeated(lambda: self._http.get(url, params=query, headers=self._headers(), timeout=timeout))
-
-    def _download(self, url: str, query: dict[str, str], name: str) -> bytearray:
-        def attempt() -> bytearray:
-            with self._http.stream("GET", url, params=query, headers=self._headers()) as answer:
-                if answer.status_code != 200:
-                    answer.read()
-                    _raise_for_status(answer, name)
-                    raise CapturePending(f"capture {name} is not ready yet", capture_id=name)
-                body = bytearray()
-                for piece in answer.iter_bytes():
-                    body += piece
-                return body
-
-        return self._repeated(attempt)
-
-    def _repeated(self, attempt: Callable[[], _T]) -> _T:
-        """An idempotent call, again after a lost connection, four times within two seconds or so."""
-        pauses = iter(_PAUSES_S)
-        while True:
-            try:
-                return attempt()
-            except httpx.TransportError as error:
-                pause = None if isinstance(error, _NOT_AGAIN) else next(pauses, None)
-                if pause is None:
-                    reason = str(error) or type(error).__name__
-                    raise SidecarUnreachable(f"no sidecar answers at {self.url}: {reason}") from error
-            time.sleep(pause)
-
-
-def _connection(url: str, timeout: float) -> tuple[str, httpx.Client]:
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return "http://localhost", httpx.Client(transport=httpx.HTTPTransport(uds=parts.path), timeout=timeout)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(f"a sidecar's address is http://…, https://… or unix:///path, not {url!r}")
-    return url, httpx.Client(timeout=timeout, trust_env=not _is_loopback(parts.hostname))
-
-
-def _is_loopback(host: str) -> bool:
-    """This host, where no proxy of the environment belongs in between."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def _origin(url: str) -> str:
-    parts = urlsplit(url)
-    try:
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    except (ValueError, KeyError):
-        raise SettingsError(f"{url!r} is no http:// or https:// address") from None
-    return f"{parts.scheme}://{(parts.hostname or '').lower()}:{port}"
 
 
 def _name(handle: str | CaptureRecord) -> str:
@@ -350,30 +286,3 @@ def _open_local(record: CaptureRecord, opener: Callable[[Path], Capture]) -> Cap
     except (OSError, StoreError):
         return None
     return capture if capture.capture_id == record.capture_id else None
-
-
-def _decoded(answer: httpx.Response, kind: type[_T], name: str) -> _T:
-    _raise_for_status(answer, name)
-    try:
-        return msgspec.json.decode(answer.content, type=kind)
-    except msgspec.MsgspecError as error:
-        raise SidecarRefused(f"{answer.url.host} does not answer like a sidecar: {error}") from error
-
-
-_CAPTURE_ERRORS: dict[int, type[CaptureError]] = {404: CaptureNotFound, 410: CaptureExpired}
-
-
-def _raise_for_status(answer: httpx.Response, name: str) -> None:
-    """The error that an answer stands for; nothing for 2xx, nor for the JSON of a capture that cannot be read."""
-    if answer.is_success:
-        return
-    try:
-        error = msgspec.json.decode(answer.content, type=_Envelope).error
-    except msgspec.MsgspecError:
-        error = _Error(message=answer.text[:200] or answer.reason_phrase)
-    if answer.status_code in _CAPTURE_ERRORS:
-        raise _CAPTURE_ERRORS[answer.status_code](error.message, capture_id=name, reason=error.reason)
-    if answer.status_code == 424:
-        kind = CaptureQuarantined if "quarantine" in error.type else CaptureFailed
-        raise kind(error.message, capture_id=name, reason=error.reason)
-    raise SidecarRefused(f"{answer.request.url.copy_with(query=None)} answered {answer.status_code}: {error.message}")

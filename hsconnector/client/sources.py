@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +15,15 @@ from hsconnector.capture.header import open_header
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord, record_of_header
 from hsconnector.capture.shard import Capture, open_shard
-from hsconnector.client import Client
+from hsconnector.client.captures import Client
 from hsconnector.errors import CaptureError, SettingsError, ShardError, StoreError
 
-__all__ = ["Listing", "RemoteSource", "Source", "StoreSource", "Unready", "open_source"]
+__all__ = ["FolderSource", "Listing", "SidecarSource", "Source", "Unready", "View", "open_source"]
 
 
 @dataclass(frozen=True)
 class Unready:
-    """A capture that cannot be exported, and why."""
+    """A capture that cannot be read, and why."""
 
     capture_id: str
     sample_id: str
@@ -36,15 +38,31 @@ class Listing:
     others: tuple[Unready, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Which part of a capture is read, and how."""
+
+    layers: Sequence[int] | None = None
+    """Layer ids; None for all."""
+    rows: tuple[int, int] | None = None
+    """First and one past the last row; None for all."""
+    verify: bool = True
+    """Compare the checksum."""
+
+
 class Source(Protocol):
-    """Where captures come from."""
+    """Where captures come from. Travels to spawned workers."""
 
     name: str
+    """The folder or the address, for people."""
 
     def list(self, *, dataset: str | None = None, ids: Sequence[str] = ()) -> Listing:
         """Captures of a data set, or those whose capture or sample id is among `ids`, or all."""
 
-    def open(self, record: CaptureRecord, layers: Sequence[int], *, verify: bool) -> Capture:
+    def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
+        """The ready captures of a data set and a model, or all, in no order."""
+
+    def open(self, record: CaptureRecord, view: View) -> Capture:
         """A capture's tensors; raises CaptureError, ShardError, StoreError, TransportError."""
 
     def path(self, record: CaptureRecord) -> Path | None:
@@ -54,32 +72,42 @@ class Source(Protocol):
         """Lets go of connections."""
 
 
-class StoreSource:
-    """The folder of a store. Its shards say everything that is needed; quarantined ones lie elsewhere."""
+class FolderSource:
+    """The folder of a store, without its sidecar, or any folder of shards; raises SettingsError where there is none.
+
+    Its shards say everything that is needed; a store keeps unsound ones in a folder of their own.
+    """
 
     def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise SettingsError(f"{folder} is neither a store's folder nor an address (http://…, unix:///…)")
         self.name = str(folder)
-        self._root = folder / "captures" if (folder / "captures").is_dir() else folder
-        self._quarantine = folder / "quarantine"
+        self._folder = folder
+
+    def shards(self) -> Sequence[Path]:
+        """The files, the newest capture first: their names begin with the time."""
+        captures = self._folder / "captures"
+        root = captures if captures.is_dir() else self._folder
+        return sorted(root.rglob("*.safetensors"), key=lambda path: path.name, reverse=True)
 
     def list(self, *, dataset: str | None = None, ids: Sequence[str] = ()) -> Listing:
         ready: list[CaptureRecord] = []
         others: list[Unready] = []
-        for path in sorted(self._root.rglob("*.safetensors")):
+        for path in reversed(self.shards()):
             try:
                 record = _record_of(path)
             except (ShardError, StoreError) as error:
-                others.append(Unready(path.stem, "", str(error)))
+                others += [Unready(path.stem, "", str(error))] if not ids or path.stem in ids else []
                 continue
-            if _chosen(record, dataset, ids):
-                ready.append(record)
+            ready += [record] if _chosen(record, dataset, ids) else []
         ready.sort(key=lambda record: record.capture_id)
-        if ids:
-            others = [other for other in others if other.capture_id in ids]
         return Listing(tuple(ready), (*others, *self._quarantined(dataset, ids)))
 
-    def open(self, record: CaptureRecord, layers: Sequence[int], *, verify: bool) -> Capture:
-        return open_shard(str(record.path), layers=layers, verify=verify)
+    def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
+        return [record for record in self.list(dataset=dataset).ready if model in (None, record.model)]
+
+    def open(self, record: CaptureRecord, view: View) -> Capture:
+        return open_shard(str(record.path), layers=view.layers, rows=view.rows, verify=view.verify)
 
     def path(self, record: CaptureRecord) -> Path | None:
         return Path(record.path) if record.path else None
@@ -88,21 +116,16 @@ class StoreSource:
         """Nothing is held."""
 
     def _quarantined(self, dataset: str | None, ids: Sequence[str]) -> Iterator[Unready]:
-        if not self._quarantine.is_dir():
-            return
-        for path in sorted(self._quarantine.rglob("*.safetensors")):
-            try:
+        for path in sorted((self._folder / "quarantine").rglob("*.safetensors")):
+            with contextlib.suppress(ShardError, StoreError):
                 record = _record_of(path)
-            except (ShardError, StoreError):
-                continue
-            if _chosen(record, dataset, ids):
-                yield Unready(
-                    record.capture_id, record.sample_id, f"capture {record.capture_id} is unsound: it is in quarantine"
-                )
+                if _chosen(record, dataset, ids):
+                    reason = f"capture {record.capture_id} is unsound: it is in quarantine"
+                    yield Unready(record.capture_id, record.sample_id, reason)
 
 
-class RemoteSource:
-    """A sidecar, over HTTP or a Unix socket; shards on this host are opened directly."""
+class SidecarSource:
+    """A sidecar; shards on this host are opened directly where its client may."""
 
     def __init__(self, client: Client) -> None:
         self.name = client.url
@@ -120,9 +143,12 @@ class RemoteSource:
         ]
         return Listing(tuple(ready), tuple(others))
 
-    def open(self, record: CaptureRecord, layers: Sequence[int], *, verify: bool) -> Capture:
-        chosen = None if tuple(layers) == record.layer_ids else layers
-        return self._client.fetch(record, wait=0, layers=chosen, verify=verify)
+    def ready(self, *, dataset: str | None = None, model: str | None = None) -> Sequence[CaptureRecord]:
+        return self._client.find(dataset=dataset, model=model, state=CaptureState.READY)
+
+    def open(self, record: CaptureRecord, view: View) -> Capture:
+        layers = None if tuple(view.layers or ()) == record.layer_ids else view.layers
+        return self._client.fetch(record, wait=0, layers=layers, rows=view.rows, verify=view.verify)
 
     def path(self, record: CaptureRecord) -> Path | None:
         path = Path(record.path) if record.path and self._client.local else None
@@ -138,25 +164,20 @@ class RemoteSource:
     def _by_ids(self, ids: Sequence[str]) -> Iterator[CaptureRecord]:
         for name in dict.fromkeys(ids):
             if is_capture_id(name):
-                try:
+                with contextlib.suppress(CaptureError):
                     yield self._client.record(name)
-                except CaptureError:
-                    continue
             else:
                 yield from self._client.captures(sample_id=name)
 
 
-def open_source(source: str, *, local: bool = True) -> Source:
-    """A store's folder or a sidecar's address; with `local` its files on this host are opened directly.
+def open_source(source: str | os.PathLike[str], *, api_key: str | None = None, local: bool = True) -> Source:
+    """A store's folder or a sidecar's address.
 
-    Raises SettingsError.
+    `api_key` else `HSC_API_KEY`; with `local` a sidecar's files on this host are opened directly. Raises SettingsError.
     """
-    if "://" in source:
-        return RemoteSource(Client(source, local=local))
-    folder = Path(source)
-    if not folder.is_dir():
-        raise SettingsError(f"{source} is neither a store's folder nor an address (http://…, unix:///…)")
-    return StoreSource(folder)
+    if isinstance(source, str) and "://" in source:
+        return SidecarSource(Client(source, api_key=api_key, local=local))
+    return FolderSource(Path(source))
 
 
 def _chosen(record: CaptureRecord, dataset: str | None, ids: Sequence[str]) -> bool:

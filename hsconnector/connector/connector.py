@@ -1,6 +1,7 @@
 """The class that vLLM loads: a thin facade over the tracker (scheduler side) and the worker (worker side).
 
-Every hook catches what it raises: an exception here would end the engine, and hidden states are never worth that.
+Every hook of a running engine catches what is raised below it: an exception would end the engine, and hidden states are
+never worth that. Only the start may be refused: by the constructor, and by `register_kv_caches`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hsconnector.capture.protocol import FailReason, RowsKind
 from hsconnector.connector import compat
+from hsconnector.connector.current import Current
 from hsconnector.connector.gather import gather_for, pin
 from hsconnector.connector.lockfiles import LockFiles, shard_path
 from hsconnector.connector.ring import ALIGNMENT, Ring
@@ -31,7 +33,7 @@ from hsconnector.connector.step import Step
 from hsconnector.connector.tracker import Ending, Tracker, Wish
 from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
-from hsconnector.errors import LayoutError, SettingsError
+from hsconnector.errors import SettingsError
 from hsconnector.layout.started import StartReport
 
 __all__ = ["HiddenStatesConnector"]
@@ -49,22 +51,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     step: Step
 
 
-def _nothing_reset() -> bool | None:
-    return True
+Hook = Callable[Concatenate["HiddenStatesConnector", P], R]
 
 
-def _nothing_finished() -> tuple[set[str] | None, set[str] | None]:
-    return None, None
+def guarded(otherwise: Callable[[HiddenStatesConnector], R]) -> Callable[[Hook[P, R]], Hook[P, R]]:
+    """A hook that never raises: the failure is logged, open captures fail, and the engine gets `otherwise(self)`."""
 
-
-def guarded(
-    otherwise: Callable[[], R],
-) -> Callable[[Callable[Concatenate[HiddenStatesConnector, P], R]], Callable[Concatenate[HiddenStatesConnector, P], R]]:
-    """A hook that never raises: the failure is logged, open captures fail, and the engine gets `otherwise()`."""
-
-    def wrap(
-        hook: Callable[Concatenate[HiddenStatesConnector, P], R],
-    ) -> Callable[Concatenate[HiddenStatesConnector, P], R]:
+    def wrap(hook: Hook[P, R]) -> Hook[P, R]:
         @functools.wraps(hook)
         def call(self: HiddenStatesConnector, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
@@ -72,11 +65,15 @@ def guarded(
             except Exception as error:
                 log.exception("%s failed; open captures fail, the engine goes on", hook.__name__)
                 self.fail_open_captures(f"{hook.__name__}: {type(error).__name__}: {error}")
-                return otherwise()
+                return otherwise(self)
 
         return call
 
     return wrap
+
+
+def _none_finished(connector: HiddenStatesConnector) -> tuple[set[str] | None, set[str] | None]:
+    return None, None
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -96,6 +93,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._worker: Worker | None = None
         self._reported: set[str] = set()
         self._mismatch = ""
+        self._block_pool: Any = None
+        self._cached: Any = None
         self.tracker: Tracker | None = None
         if role == KVConnectorRole.SCHEDULER:
             sizes = report.block_sizes
@@ -114,7 +113,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True whatever the role, or a request could finish while preempted, without blocks."""
+        """True for every `kv_role`: otherwise a request could finish while it is preempted and owns no blocks."""
         return True
 
     def fail_open_captures(self, detail: str) -> None:
@@ -127,7 +126,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         except Exception:
             log.exception("failing the open captures failed as well")
 
-    @guarded(lambda: None)
+    @guarded(lambda self: None)
     def shutdown(self) -> None:
         """Ships what is staged for up to `stall_timeout_s`, then lets everything go; harmless when called twice."""
         worker, self._worker = self._worker, None
@@ -136,35 +135,47 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     # ---- scheduler side
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing is ever loaded; what the engine has itself tells later what another connector has brought."""
+    @guarded(lambda self: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """What shows when the prefix cache is emptied, whoever asked for it."""
+        self._block_pool = gpu_block_pool
+
+    @guarded(lambda self: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Loads nothing, and notes what the engine has itself: the rest that is found later came from elsewhere."""
         if self.tracker is not None:
-            self.tracker.origins.offered(request.request_id, num_computed_tokens)
+            self.tracker.external.offered(request.request_id, num_computed_tokens)
         return 0, False
 
-    @guarded(lambda: None)
+    @guarded(lambda self: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Rows that another connector brings were not computed here."""
+        """Fails the capture of a request for which another connector loads rows: they were not computed here."""
         external = compat.external_tokens(request, num_external_tokens)
         if external > 0 and self.tracker is not None:
             table = compat.table_of(blocks, self._group.index)
-            detail = self.tracker.origins.loaded(request.request_id, external, table)
+            detail = self.tracker.external.loaded(request.request_id, external, table)
             self.tracker.fail(request.request_id, FailReason.EXTERNAL_PREFIX, detail)
 
+    @guarded(lambda self: self._salvage())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's news for the workers."""
-        return StepMetadata(self._build_step(scheduler_output))
+        if self.tracker is None:
+            return self._no_news()
+        cached, self._cached = self._cached, compat.prefix_cache(self._block_pool)
+        if cached is not self._cached:
+            self.tracker.prefix_cache_emptied()
+        return StepMetadata(self.tracker.step(compat.scheduled(scheduler_output, self._group.index, self._wish)))
 
-    def _build_step(self, scheduler_output: Any) -> Step:
-        tracker = self.tracker
-        if tracker is None:
-            return Step(self._group.index, self._group.block_size)
+    def _no_news(self) -> KVConnectorMetadata:
+        return StepMetadata(Step(self._group.index, self._group.block_size))
+
+    def _salvage(self) -> KVConnectorMetadata:
+        """After a step that could not be built: the beginnings and ends that the workers must hear all the same."""
         try:
-            return tracker.step(compat.scheduled(scheduler_output, self._group.index, self._wish))
-        except Exception as error:
-            log.exception("building the step failed; open captures fail, the engine goes on")
-            tracker.fail_all(FailReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
-            return tracker.salvage()
+            return self._no_news() if self.tracker is None else StepMetadata(self.tracker.salvage())
+        except Exception:
+            log.exception("nothing of the step could be saved")
+            return self._no_news()
 
     def _wish(self, params: Any, request_id: str) -> Wish:
         wish = parse_wish(params, self._settings, request_id)
@@ -174,19 +185,36 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """For an engine with one group: where the hidden states are in another one, the capture fails."""
-        if self._group.index != 0 and self.tracker is not None:
-            detail = f"hidden states are in group {self._group.index}, and only the blocks of group 0 were given"
-            self.tracker.fail(request.request_id, FailReason.LAYOUT, detail)
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks stay for the rows that are still to be read, and the handle for the client."""
-        ending = self._end(request, block_ids)
-        if ending.capture_id is None:
-            return ending.hold, None
-        return ending.hold, self._answer(ending.capture_id)
+        """Whether the blocks stay for the rows that are still to be read, and the handle for the client.
+
+        Where anything goes wrong the blocks do not stay, and this capture alone fails.
+        """
+        try:
+            ending = self._end(request, block_ids)
+            return ending.hold, None if ending.capture_id is None else self._answer(ending.capture_id)
+        except Exception as error:
+            log.exception("request %.80r: finishing its capture failed", request.request_id)
+            self._abandon(request.request_id, f"{type(error).__name__}: {error}")
+            return False, None
+
+    def _end(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Ending:
+        tracker, index = self.tracker, self._group.index
+        if tracker is None:
+            return Ending(False, None)
+        if index >= len(block_ids):
+            detail = f"hidden states are in group {index}, and only {len(block_ids)} groups' blocks were given"
+            tracker.fail(request.request_id, FailReason.LAYOUT, detail)
+        return tracker.finish(compat.ended(request), block_ids[index] if index < len(block_ids) else ())
+
+    @guarded(lambda self: None)
+    def _abandon(self, request_id: str, detail: str) -> None:
+        if self.tracker is not None:
+            self.tracker.abandon(request_id, detail)
 
     def _answer(self, capture_id: str) -> dict[str, Any]:
         """The response's `kv_transfer_params`."""
@@ -195,47 +223,41 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             answer["hidden_states_path"] = shard_path(self._settings.store_dir, capture_id)
         return answer
 
-    def _end(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Ending:
-        tracker = self.tracker
-        if tracker is None:
-            return Ending(False, None)
-        try:
-            table = block_ids[self._group.index] if self._group.index < len(block_ids) else ()
-            return tracker.finish(compat.ended(request), table)
-        except Exception as error:
-            log.exception("request %.80r: finishing its capture failed", request.request_id)
-            tracker.abandon(request.request_id, f"{type(error).__name__}: {error}")
-            return Ending(False, None)
-
-    @guarded(lambda: None)
+    @guarded(lambda self: None)
     def update_connector_output(self, connector_output: Any) -> None:
         """The engine frees what every rank has reported."""
         if self.tracker is not None and connector_output.finished_sending:
             self.tracker.reported(connector_output.finished_sending)
 
+    @guarded(lambda self: False)
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will come free by themselves, so that preempting another request can wait."""
         return self.tracker is not None and self.tracker.holds_blocks
 
-    @guarded(_nothing_reset)
-    def reset_cache(self) -> bool | None:
-        """New weights: what is open would mix two models."""
+    @guarded(lambda self: True)
+    def reset_cache(self) -> bool:
+        """New weights, perhaps: what is open would mix two models."""
         if self.tracker is not None:
-            self.tracker.fail_all(FailReason.CACHE_RESET, "the engine's caches were reset while the capture was open")
+            self.tracker.caches_reset()
         return True
 
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Finds the hidden-state cache; on the rank that sends, checks its shape and starts the sender."""
-        cache = self._find_cache(kv_caches)
+        """Finds the hidden-state cache; on the rank that sends, checks its shape and starts the sender.
+
+        Raises `LayoutError` or `SettingsError` where rows cannot be read or staged: the engine does not start.
+        """
+        pipeline_parallel = self._vllm_config.parallel_config.pipeline_parallel_size > 1
+        cache = compat.hidden_cache(kv_caches, self._group.layer_name, pipeline_parallel=pipeline_parallel)
         if cache is None or not compat.is_first_tensor_rank():
             return
         ids = compat.layer_ids(self._vllm_config)
         hidden_size = self._vllm_config.model_config.get_hidden_size()
         view = compat.block_major(cache, len(ids), hidden_size, self._group.block_size)
         patience_s = max(1.0, self._settings.stall_timeout_s)
-        producer = compat.producer(self._vllm_config, view, self._group.block_size, patience_s)
+        weights = Current.watched(self._vllm_config, compat.vllm_version())
+        producer = compat.producer(self._vllm_config, view, self._group.block_size, patience_s, weights.id)
         if producer.row_bytes > self._settings.ring_bytes // ALIGNMENT * ALIGNMENT:
             raise SettingsError(
                 f"ring_bytes {self._settings.ring_bytes} has no room for a row of {producer.row_bytes} bytes; raise it"
@@ -245,28 +267,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         locks = LockFiles(self._settings.store_dir) if self._settings.file_backend else None
         sender = Sender(producer, self._settings, transport, locks=locks)
         gather = gather_for(view, self._group.block_size)
-        self._worker = Worker(view, self._group.block_size, gather, sender, self._settings, on_ring=on_ring)
+        self._worker = Worker(gather, sender, on_ring, weights)
         sender.start()
         self._worker.follow_stream()
 
-    def _find_cache(self, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        names = [name for name in kv_caches if "cache_only_layers" in name]
-        if self._group.layer_name is not None:
-            names = [self._group.layer_name] if self._group.layer_name in kv_caches else []
-        if len(names) == 1:
-            return kv_caches[names[0]]
-        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
-            wanted = self._group.layer_name or "one whose name holds 'cache_only_layers'"
-            raise LayoutError(f"the hidden-state layer ({wanted}) is not among {', '.join(kv_caches)[:500]}")
-        return None
-
+    @guarded(lambda self: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step's news arrives before its forward: nothing else is early enough in both model runners."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._take_step(connector_metadata.step)
 
-    @guarded(lambda: None)
     def _take_step(self, step: Step) -> None:
         if self._worker is None:
             self._reported.update(finish.request_id for finish in step.finished if finish.held)
@@ -286,7 +297,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             log.error("no hidden states are captured: %s", detail)
         return step.refused(detail)
 
-    @guarded(_nothing_finished)
+    @guarded(_none_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Held requests whose rows have left the cache on this rank."""
         released, self._reported = self._reported, set()

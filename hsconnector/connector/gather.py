@@ -16,30 +16,19 @@ from typing import Any, Protocol
 
 import torch
 
+from hsconnector.connector.stream import Ticket
 from hsconnector.layout.locate import check_view_block_size
 
-__all__ = ["DeviceGather", "Gather", "HostGather", "Ticket", "gather_for", "pin", "rows_tensor"]
+__all__ = ["Blocks", "DeviceGather", "Gather", "HostGather", "gather_for", "pin", "rows_tensor"]
 
 log = logging.getLogger("vllm.hsconnector.gather")
 
 BUFFER_BYTES = 4 << 20
 """What one call takes on its way off a GPU; the worker asks for pieces of this size."""
 NUM_BUFFERS = 16
-"""Together what may leave the cache in one step: a copy is done only when the forward before it is."""
+"""Together they bound what leaves the cache in one step: no copy is done before the forward ahead of it is."""
 PORTABLE = 1
 """`cudaHostRegisterPortable`: page-locked for every context, not only the one that asked."""
-
-
-class Ticket(Protocol):
-    """A copy that may still be under way."""
-
-    def done(self) -> bool:
-        """Whether the rows have arrived in host memory."""
-        ...
-
-    def wait(self) -> None:
-        """Returns when they have."""
-        ...
 
 
 class Arrived:
@@ -56,10 +45,14 @@ ARRIVED = Arrived()
 
 
 class Blocks:
-    """The cache as `[num_blocks, block, L, H]`, and which part of it a range of rows is."""
+    """The cache as `[num_blocks, block, L, H]`, and which part of it a range of rows is.
+
+    Block tables count in blocks of `spec_block_size` tokens, the view may be cut into smaller ones.
+    """
 
     def __init__(self, view: torch.Tensor, spec_block_size: int) -> None:
         self.view = view
+        self.spec_block_size = spec_block_size
         self.kernel_blocks = check_view_block_size(spec_block_size, view.shape[1])
         self.block_size: int = view.shape[1]
         self.row_shape = tuple(view.shape[2:])
@@ -101,6 +94,8 @@ class Blocks:
 class Gather(Protocol):
     """Copies rows off the cache into host memory."""
 
+    blocks: Blocks
+
     def largest(self) -> int:
         """How many rows one call may take now; 0 means later."""
         ...
@@ -114,13 +109,13 @@ class HostGather:
     """Straight from a cache in host memory into the ring."""
 
     def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
 
     def largest(self) -> int:
         return 1 << 30
 
     def copy(self, table: Sequence[int], rows: range, out: torch.Tensor) -> Ticket:
-        self._blocks.copy_rows(table, rows, out)
+        self.blocks.copy_rows(table, rows, out)
         return ARRIVED
 
 
@@ -134,7 +129,7 @@ class DeviceGather:
     def __init__(self, blocks: Blocks, buffer_bytes: int = BUFFER_BYTES, num_buffers: int = NUM_BUFFERS) -> None:
         view = blocks.view
         row_bytes = blocks.row_shape[0] * blocks.row_shape[1] * view.element_size()
-        self._blocks = blocks
+        self.blocks = blocks
         self._rows = max(1, buffer_bytes // row_bytes)
         shape = (num_buffers, self._rows, *blocks.row_shape)
         self._buffers = torch.empty(shape, dtype=view.dtype, device=view.device)
@@ -149,7 +144,7 @@ class DeviceGather:
     def copy(self, table: Sequence[int], rows: range, out: torch.Tensor) -> Ticket:
         self._tickets[0].wait()
         buffer = self._buffers[self._next][: len(rows)]
-        self._blocks.copy_rows(table, rows, buffer)
+        self.blocks.copy_rows(table, rows, buffer)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
             out.copy_(buffer, non_blocking=True)
@@ -199,9 +194,9 @@ def rows_tensor(memory: mmap.mmap, offset: int, count: int, like: torch.Tensor) 
 
 
 def pin(memory: mmap.mmap, size: int, device: torch.device) -> Callable[[], None]:
-    """Page-locks memory for asynchronous copies from a GPU; gives the call that undoes it, on whichever thread.
+    """Page-locks memory for asynchronous copies from a GPU; returns the call that undoes it, which any thread may make.
 
-    For the engine's thread: on another one it could fall into the capture of a CUDA graph and spoil it.
+    Call it on the engine's thread: on another one it could fall into the capture of a CUDA graph and spoil it.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     cuda: Any = torch.cuda

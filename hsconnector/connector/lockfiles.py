@@ -23,7 +23,7 @@ __all__ = ["LockFiles", "shard_path"]
 log = logging.getLogger("vllm.hsconnector.lockfiles")
 
 LINGER_S = 600.0
-"""How long a dropped lock waits for its reader, who needs it only if it has opened it already."""
+"""How long the lock file of a finished capture stays; only a reader that has opened it already needs it."""
 
 
 def shard_path(store_dir: str, capture_id: str) -> str:
@@ -61,7 +61,7 @@ class LockFiles:
             self._held[capture_id] = fd
 
     def drop(self, capture_id: str, *, ready: bool) -> None:
-        """The capture is over: `ready` where its file is there. Dropped again, nothing happens."""
+        """The capture is over; `ready` where its file is there. A second call for it does nothing."""
         with self._guard:
             fd = self._held.pop(capture_id, None)
         if fd is None:

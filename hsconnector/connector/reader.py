@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from hsconnector.capture.protocol import CaptureInfo, FailReason
 from hsconnector.connector.step import Finish, Step, TableChange
 
-__all__ = ["Capture", "Reader"]
+__all__ = ["Cursor", "Reader"]
 
 
 @dataclass(slots=True)
-class Capture:
+class Cursor:
     """One capture on its way: rows `0 .. cursor` are read, rows `cursor .. readable` may be."""
 
     info: CaptureInfo
@@ -46,7 +46,7 @@ class Reader:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._captures: dict[str, Capture] = {}
+        self._captures: dict[str, Cursor] = {}
         self._moved = 0.0
         """When any row was last read."""
         self._held: set[str] = set()
@@ -60,7 +60,7 @@ class Reader:
         for request_id in step.lost:
             self._forget_table(request_id)
         for info in step.begun:
-            self._captures[info.request_id] = Capture(info, moved=now)
+            self._captures[info.request_id] = Cursor(info, moved=now)
         ended = []
         for failure in step.failed:
             capture = self.drop(failure.request_id)
@@ -76,29 +76,29 @@ class Reader:
                 ended.append((short.info, FailReason.ABORTED, _aborted(short, finish)))
         return ended
 
-    def pending(self) -> Iterator[Capture]:
+    def pending(self) -> Iterator[Cursor]:
         """Captures with rows to read: those that hold blocks first, then in order of arrival."""
         waiting = [capture for capture in self._captures.values() if capture.waiting]
         yield from sorted(waiting, key=lambda capture: capture.finish is None)
 
-    def next_rows(self, capture: Capture, most: int) -> range:
+    def next_rows(self, capture: Cursor, most: int) -> range:
         """The next rows to read of a capture, at most so many, never beyond its table."""
         covered = len(capture.table) * self.block_size
         return range(capture.cursor, min(capture.readable, covered, capture.cursor + most))
 
-    def advance(self, capture: Capture, count: int, now: float) -> None:
+    def advance(self, capture: Cursor, count: int, now: float) -> None:
         """`count` more rows of the capture were read."""
         capture.cursor += count
         capture.moved = self._moved = now
 
-    def complete(self, arrived: Callable[[Capture], bool] = lambda capture: True) -> list[Capture]:
+    def complete(self, arrived: Callable[[Cursor], bool] = lambda capture: True) -> list[Cursor]:
         """Captures whose every row is read and has arrived; they are forgotten and their blocks released."""
         done = [capture for capture in self._captures.values() if capture.complete and arrived(capture)]
         for capture in done:
             self.drop(capture.info.request_id)
         return done
 
-    def stalled(self, now: float, timeout: float) -> list[Capture]:
+    def stalled(self, now: float, timeout: float) -> list[Cursor]:
         """Captures that hold blocks while no row of any capture was read for longer than `timeout` seconds.
 
         One with rows to read that waits for its turn behind others that move is not stuck: the sidecar is slower than
@@ -107,17 +107,17 @@ class Reader:
         held = [capture for capture in self._captures.values() if capture.finish is not None]
         return [capture for capture in held if now - self._last_move(capture) > timeout]
 
-    def _last_move(self, capture: Capture) -> float:
+    def _last_move(self, capture: Cursor) -> float:
         return max(capture.moved, self._moved) if self.next_rows(capture, 1) else capture.moved
 
-    def drop(self, request_id: str) -> Capture | None:
+    def drop(self, request_id: str) -> Cursor | None:
         """Forgets a capture; blocks that it holds are released."""
         if request_id in self._held:
             self._held.remove(request_id)
             self._released.add(request_id)
         return self._captures.pop(request_id, None)
 
-    def drop_all(self) -> list[Capture]:
+    def drop_all(self) -> list[Cursor]:
         """Forgets every capture and releases every block."""
         return [capture for request_id in list(self._captures) if (capture := self.drop(request_id))]
 
@@ -126,7 +126,7 @@ class Reader:
         self._held.discard(request_id)
         self._released.add(request_id)
 
-    def find(self, capture_ids: Iterable[str]) -> list[Capture]:
+    def find(self, capture_ids: Iterable[str]) -> list[Cursor]:
         """The open captures with these capture ids."""
         wanted = set(capture_ids)
         return [capture for capture in self._captures.values() if capture.info.capture_id in wanted]
@@ -155,7 +155,7 @@ class Reader:
         if capture is not None:
             capture.readable = rows
 
-    def _finish(self, finish: Finish, now: float) -> Capture | None:
+    def _finish(self, finish: Finish, now: float) -> Cursor | None:
         """Gives the capture back where its blocks are gone and rows are missing."""
         capture = self._captures.get(finish.request_id)
         if capture is None:
@@ -172,7 +172,7 @@ class Reader:
         return None if capture.complete else self.drop(finish.request_id)
 
 
-def _aborted(capture: Capture, finish: Finish) -> str:
+def _aborted(capture: Cursor, finish: Finish) -> str:
     return (
         f"the request ended ({finish.reason}) while it was preempted, "
         f"with {capture.cursor} of {finish.num_rows} rows read"

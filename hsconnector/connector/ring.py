@@ -25,7 +25,7 @@ __all__ = ["ALIGNMENT", "PREFIX", "Ring"]
 PREFIX = "hsconnector-"
 """What the names of shared rings begin with."""
 DEAD_AFTER_S = 60.0
-"""A file that is younger may be one whose lock is about to be taken."""
+"""A younger file without a lock is left alone: its engine may be about to take the lock."""
 
 ALIGNMENT = 64
 """Reservations start at multiples of this many bytes, so that rows can be viewed in any dtype."""
@@ -118,7 +118,7 @@ class Ring:
         self._used -= taken
 
     def cancel(self) -> None:
-        """Gives the newest reservation back, whose bytes nobody has been told of."""
+        """Gives the newest reservation back; no message names its bytes yet."""
         self._head, taken = self._reserved.pop()
         self._used -= taken
 

@@ -2,7 +2,7 @@
 
 The engine's thread only queues; it never waits for the network. Staging memory is used again when the batch that named
 it has been answered. When the sidecar is lost every open capture fails, once, with one reason, and goes into the
-ledger, which is told to the sidecar when it is back. A stream that is lost takes its staging memory with it: the
+ledger, which is sent to the sidecar when it is back. A stream that is lost takes its staging memory with it: the
 sidecar may still be reading there.
 """
 
@@ -36,15 +36,15 @@ from hsconnector.capture.protocol import (
     Rows,
     Span,
 )
+from hsconnector.connector.bounded_texts import bounded_info, bounded_text
 from hsconnector.connector.lockfiles import LockFiles
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.stream import Item, Loss, Stream, Ticket, address
-from hsconnector.connector.texts import clean_info, clean_text
+from hsconnector.connector.stream import Item, Loss, Stream, Ticket, place_spans
 from hsconnector.connector.transport import Transport
 from hsconnector.errors import ProducerUnknown, RingError, SidecarRefused, SidecarUnreachable, TransportError
 
-__all__ = ["Sender", "Stream"]
+__all__ = ["Sender"]
 
 log = logging.getLogger("vllm.hsconnector.sender")
 
@@ -53,7 +53,7 @@ MAX_BATCH_BYTES = 32 << 20
 MAX_LEDGER = 10_000
 """Failures kept for a sidecar that is away or slow; beyond that the oldest are only counted."""
 MAX_QUEUED = 10_000
-"""Messages that may wait for a slow sidecar before no capture begins any more."""
+"""While this many messages wait for a slow sidecar, captures that begin fail at once."""
 RETRY_S = 1.0
 """How long a batch that nobody answered is sent again before the sidecar counts as lost."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
@@ -75,9 +75,9 @@ class Sender:
     ) -> None:
         self.row_bytes = producer.row_bytes
         self._producer = producer
-        self._settings = settings
+        self.settings = settings
         self._transport = transport
-        self._now = now
+        self.now = now
         self._locks = locks
         self._lock = threading.Condition()
         self._stream: Stream | None = None
@@ -118,7 +118,7 @@ class Sender:
 
     def begin(self, stream: Stream | None, info: CaptureInfo) -> bool:
         """A capture begins; False where there is no stream to take it, and it has failed."""
-        info = clean_info(info)
+        info = bounded_info(info)
         with self._lock:
             if stream is None or stream is not self._stream:
                 self._record(Loss(info, *self._down))
@@ -148,7 +148,7 @@ class Sender:
         """The capture will have no shard, whether the sidecar has heard of it or not."""
         log.info("capture %s (request %.80r) failed: %s: %s", info.capture_id, info.request_id, reason, detail)
         self._drop_lock(info.capture_id)
-        info, detail = clean_info(info), clean_text(detail)
+        info, detail = bounded_info(info), bounded_text(detail)
         with self._lock:
             stream = self._stream
             loss = Loss(info, reason, detail)
@@ -184,7 +184,7 @@ class Sender:
         with self._lock:
             if self._closing is not None:
                 return
-            self._closing = self._now() + timeout
+            self._closing = self.now() + timeout
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join(timeout + 1.0)
@@ -215,7 +215,10 @@ class Sender:
             log.exception("a bug in the sender while it was shutting down")
 
     def _start_over(self) -> None:
-        """After a bug. Where not even the first batch could be sent, the failures in it may be what cannot be."""
+        """After a bug in a turn. A stream whose first batch never went out is not given the same failures again.
+
+        That batch carries the ledger, and a failure in it may be what cannot be sent.
+        """
         stream = self._stream
         self._lose(FailReason.INTERNAL_ERROR, "a bug in the sender, see the engine's log")
         with self._lock:
@@ -230,7 +233,7 @@ class Sender:
             if self._closing is not None or (stream is not None and stream.queue):
                 return
             due = self._next_try if stream is None else self._last_sent + self._heartbeat(stream)
-            self._lock.wait(max(0.001, due - self._now()))
+            self._lock.wait(max(0.001, due - self.now()))
 
     def _finish(self) -> None:
         while not self._late() and not self.idle:
@@ -250,7 +253,7 @@ class Sender:
 
     def _late(self) -> bool:
         """Whether the time that `close` gave is over."""
-        return self._closing is not None and self._now() >= self._closing
+        return self._closing is not None and self.now() >= self._closing
 
     def _unfinished(self) -> set[str]:
         stream = self._stream
@@ -268,12 +271,12 @@ class Sender:
         """One turn: connect, or ship one batch, or a heartbeat that is due. True if anything was done."""
         stream = self._stream
         if stream is None:
-            return self._now() >= self._next_try and self._connect()
+            return self.now() >= self._next_try and self._connect()
         if self._ledger and len(stream.queue) < MAX_BATCH_MESSAGES:
             with self._lock:
                 self._tell_ledger(stream)
         items = self._take_batch(stream)
-        if not items and self._now() < self._last_sent + self._heartbeat(stream):
+        if not items and self.now() < self._last_sent + self._heartbeat(stream):
             return False
         answer = self._ship(stream, items)
         if answer is not None:
@@ -297,16 +300,16 @@ class Sender:
         self._say_connected(accepted, offer)
         with self._lock:
             stream = self._stream = Stream(accepted, ring)
-            self._last_sent = self._now()
+            self._last_sent = self.now()
             self._tell_ledger(stream)
         return True
 
     def _new_ring(self) -> Ring:
-        size = self._settings.ring_bytes
+        size = self.settings.ring_bytes
         ring = None
-        if self._settings.transport != "http":
+        if self.settings.transport != "http":
             try:
-                ring = Ring.shared(self._settings.shm_dir, size)
+                ring = Ring.shared(self.settings.shm_dir, size)
             except RingError as error:
                 log.warning("no shared memory, rows travel in the body: %s", error)
         return ring or Ring.private(size)
@@ -319,7 +322,7 @@ class Sender:
             raise SidecarRefused(f"the sidecar's answer makes no sense: {accepted}")
         if accepted.shm and offer is None:
             raise SidecarRefused("the sidecar says that it has shared memory open, and none was offered")
-        if self._settings.transport == "shm" and not accepted.shm:
+        if self.settings.transport == "shm" and not accepted.shm:
             why = accepted.shm_reason or "it could not be created here, see above"
             raise SidecarRefused(f"transport is 'shm' and shared memory is not to be had: {why}")
 
@@ -327,7 +330,7 @@ class Sender:
         refused = isinstance(error, SidecarRefused)
         reason = FailReason.SIDECAR_REFUSED if refused else FailReason.SIDECAR_UNREACHABLE
         with self._lock:
-            self._down = (reason, clean_text(str(error)))
+            self._down = (reason, bounded_text(str(error)))
             self._back_off(5 * LAST_PAUSE_S if refused else 0.0)
         if str(error) != self._said:
             self._said = str(error)
@@ -335,7 +338,7 @@ class Sender:
 
     def _back_off(self, least: float = 0.0) -> None:
         """The next try is later each time, until a batch has been answered."""
-        self._next_try = self._now() + max(self._pause, least)
+        self._next_try = self.now() + max(self._pause, least)
         self._pause = min(2 * self._pause, LAST_PAUSE_S)
 
     def _say_connected(self, accepted: ProducerAccepted, offer: RingOffer | None) -> None:
@@ -343,7 +346,7 @@ class Sender:
         way = "shared memory" if accepted.shm else "the request body"
         why = f" ({accepted.shm_reason})" if offer is not None and accepted.shm_reason else ""
         told = f", telling {len(self._ledger)} failures" if self._ledger else ""
-        log.info("streaming hidden states to %s through %s%s%s", self._settings.sidecar, way, why, told)
+        log.info("streaming hidden states to %s through %s%s%s", self.settings.sidecar, way, why, told)
         if self._forgotten:
             log.warning("%d older failures were too many to keep and are not told", self._forgotten)
             self._forgotten = 0
@@ -364,9 +367,9 @@ class Sender:
         return items
 
     def _ship(self, stream: Stream, items: list[Item]) -> BatchAnswer | None:
-        messages, payload = address(stream, items)
+        messages, payload = place_spans(stream, items)
         batch = Batch(stream.accepted.producer_id, stream.seq, messages)
-        give_up = self._now() + RETRY_S
+        give_up = self.now() + RETRY_S
         while True:
             try:
                 answer = self._transport.ingest(batch, payload)
@@ -379,7 +382,7 @@ class Sender:
             except SidecarRefused as error:
                 self._lose(FailReason.SIDECAR_REFUSED, str(error))
             except SidecarUnreachable as error:
-                if self._now() < (give_up if self._closing is None else self._closing):
+                if self.now() < (give_up if self._closing is None else self._closing):
                     time.sleep(0.05)
                     continue
                 self._lose(FailReason.SIDECAR_UNREACHABLE, str(error))
@@ -388,7 +391,7 @@ class Sender:
     def _settle(self, stream: Stream, items: list[Item], answer: BatchAnswer) -> None:
         with self._lock:
             stream.seq += 1
-            self._last_sent, self._pause = self._now(), FIRST_PAUSE_S
+            self._last_sent, self._pause = self.now(), FIRST_PAUSE_S
             for item, result in zip(items, answer.messages, strict=True):
                 stream.queue.popleft()
                 if isinstance(item.message, Rows):
@@ -407,7 +410,8 @@ class Sender:
             stream.open.pop(capture_id, None)
             self._drop_lock(capture_id, ready=result.state is CaptureState.READY)
             if result.state is CaptureState.QUARANTINED:
-                log.warning("capture %s is quarantined: %s", capture_id, result.detail)
+                why = result.detail or "the sidecar's record of it says why"
+                log.warning("capture %s is quarantined: %s", capture_id, why)
 
     def _drop_lock(self, capture_id: str, *, ready: bool = False) -> None:
         if self._locks is not None:
@@ -427,7 +431,7 @@ class Sender:
             self._forgotten += 1
 
     def _tell_ledger(self, stream: Stream) -> None:
-        """A batch of it: what begins meanwhile must not wait for all of a long outage to be told."""
+        """Queues as many failures as half a batch takes, so that captures that begin now do not wait behind all."""
         for _ in range(min(len(self._ledger), MAX_BATCH_MESSAGES // 2)):
             _, loss = self._ledger.popitem(last=False)
             stream.failing[loss.info.capture_id] = loss
@@ -439,7 +443,7 @@ class Sender:
             stream, self._stream = self._stream, None
             if stream is None:
                 return
-            detail = clean_text(detail)
+            detail = bounded_text(detail)
             self._down = (reason, detail)
             self._back_off()
             lost = [Loss(info, reason, detail) for info in stream.open.values()]

@@ -1,4 +1,4 @@
-"""What the connector can be told: `kv_connector_extra_config` at start, `kv_transfer_params` per request. Strict."""
+"""The connector's settings, `kv_connector_extra_config`, and a request's own in `kv_transfer_params`; both strict."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import difflib
 import os
 import zlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from hsconnector.capture.protocol import MAX_TEXT_BYTES, MAX_TEXTS_BYTES, FailReason, RowsKind
 from hsconnector.connector.tracker import Wish
@@ -19,38 +20,80 @@ __all__ = ["REQUEST_KEY", "ConnectorSettings", "RequestSettings", "parse_setting
 
 REQUEST_KEY = "hidden_states"
 """The key of `kv_transfer_params` that is ours; everything beside it belongs to other connectors."""
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`, as `vllm serve --kv-transfer-config` carries it."""
+    """`kv_connector_extra_config`, as `vllm serve --kv-transfer-config` carries it.
 
-    sidecar: str = "http://127.0.0.1:8190"
-    """Where the sidecar listens: `http://host:port` or `unix:///path/to/socket`."""
-    api_key_env: str = "HSC_API_KEY"
-    """The environment variable that holds the sidecar's ingest key; unset or empty means no key."""
-    public_url: str = ""
-    """What handles start with, as clients reach the sidecar; default: `sidecar`, where that is a URL."""
-    transport: Literal["auto", "shm", "http"] = "auto"
-    """`auto` uses shared memory where the sidecar can open it; `shm` insists; `http` never tries."""
-    shm_dir: str = "/dev/shm"
-    """Where the shared staging file is created; the sidecar's `--shm-dir` must be the same place."""
-    ring_bytes: int = 128 << 20
-    """Staging memory, in bytes. Below 64 MiB throughput suffers."""
-    capture: Literal["all", "opt_in"] = "all"
-    """Capture every request, or only those that ask with `capture: true`."""
-    sample_rate: float = 1.0
-    """The share of requests to capture, of those not asking themselves, 0 to 1."""
-    on_overflow: Literal["wait", "drop"] = "wait"
-    """When staging memory is full: leave rows in the KV cache for a later step, or give the capture up."""
-    stall_timeout_s: float = 30.0
-    """How long a finished request may hold its blocks without a row of it moving, in seconds."""
-    include_output_tokens: bool = False
-    """Capture prompt and output; a request can say otherwise."""
-    file_backend: bool = False
-    """Serve speculators' stock `file` backend on the same host: answers name the file, a lock file says when it is
-    there. Quarantined captures have no such file."""
-    store_dir: str = ""
-    """For `file_backend`: the sidecar's `--store` as the engine and the trainer see it, an absolute path."""
+    Each setting's description, range and default are declared here and nowhere else; `hsconnector launch` makes its
+    options of them.
+    """
+
+    sidecar: Annotated[
+        str, Meta(description="Where the sidecar listens: `http://host:port` or `unix:///path/to/socket`.")
+    ] = "http://127.0.0.1:8190"
+    api_key_env: Annotated[
+        str, Meta(description="The environment variable that holds the sidecar's ingest key; unset or empty: no key.")
+    ] = "HSC_API_KEY"
+    public_url: Annotated[
+        str, Meta(description="What handles start with, as clients reach the sidecar; by default its own URL.")
+    ] = ""
+    transport: Annotated[
+        Literal["auto", "shm", "http"],
+        Meta(
+            description="How rows reach the sidecar: `auto` uses shared memory where the sidecar can open it, `shm` "
+            "insists on it, `http` never tries."
+        ),
+    ] = "auto"
+    shm_dir: Annotated[
+        str,
+        Meta(description="Where the shared staging file is created; the sidecar's `--shm-dir` must be the same place."),
+    ] = "/dev/shm"
+    ring_bytes: Annotated[
+        int,
+        Meta(description="Staging memory, in bytes; below 64 MiB throughput suffers.", ge=1 << 16, le=1 << 40),
+    ] = 128 << 20
+    capture: Annotated[
+        Literal["all", "opt_in"],
+        Meta(description="Capture every request, or only those that ask for it with `capture: true`."),
+    ] = "all"
+    sample_rate: Annotated[
+        float,
+        Meta(description="The share of requests to capture, of those that do not ask themselves.", ge=0, le=1),
+    ] = 1.0
+    on_overflow: Annotated[
+        Literal["wait", "drop"],
+        Meta(
+            description="When staging memory is full: leave rows in the KV cache for a later step, or give the "
+            "capture up."
+        ),
+    ] = "wait"
+    stall_timeout_s: Annotated[
+        float,
+        Meta(
+            description="How long a finished request may hold its blocks without a row of it moving, in seconds.",
+            ge=0,
+            le=3600,
+        ),
+    ] = 30.0
+    include_output_tokens: Annotated[
+        bool, Meta(description="Capture the rows of prompt and output; a request can say otherwise.")
+    ] = False
+    file_backend: Annotated[
+        bool,
+        Meta(
+            description="Serve speculators' stock `file` backend on the same host: answers name the file, a lock file "
+            "says when it is there. Quarantined captures have no such file."
+        ),
+    ] = False
+    store_dir: Annotated[
+        str,
+        Meta(
+            description="For speculators' stock `file` backend: the sidecar's `--store` as engine and trainer see it, "
+            "an absolute path."
+        ),
+    ] = ""
 
     @property
     def handle_base(self) -> str:
@@ -76,13 +119,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """The connector's settings; raises `SettingsError` naming the key, the value and the nearest known key."""
-    known = [field.name for field in msgspec.structs.fields(ConnectorSettings)]
-    for key, value in extra.items():
-        if key not in known:
-            name, got = str(key)[:80], repr(value)[:200]
-            raise SettingsError(f"kv_connector_extra_config has no {name!r} (got {got}){_nearest(name, known)}")
-    settings = _convert(extra)
-    _check_ranges(settings)
+    settings = _convert(extra, ConnectorSettings, "kv_connector_extra_config")
     _check_addresses(settings)
     _check_file_backend(settings)
     return settings
@@ -96,10 +133,10 @@ def parse_wish(params: Mapping[str, Any] | None, settings: ConnectorSettings, re
     if not isinstance(asked, Mapping):
         return _bad_request(f"{REQUEST_KEY} must be an object, got {type(asked).__name__}", {})
     try:
-        request = msgspec.convert(dict(asked), RequestSettings)
+        request = _convert(asked, RequestSettings, REQUEST_KEY)
         _check_texts(request)
-    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
-        return _bad_request(_name_field(str(error), asked), asked)
+    except (SettingsError, RecursionError) as error:
+        return _bad_request(str(error), asked)
     if not _wanted(request, settings, request_id):
         return Wish(capture=False)
     with_output = settings.include_output_tokens
@@ -114,21 +151,20 @@ def parse_wish(params: Mapping[str, Any] | None, settings: ConnectorSettings, re
     )
 
 
-def _convert(extra: Mapping[str, Any]) -> ConnectorSettings:
-    try:
-        return msgspec.convert(dict(extra), ConnectorSettings)
-    except msgspec.ValidationError as error:
-        key = str(error).rpartition("$.")[2].rstrip("`")
-        raise SettingsError(f"kv_connector_extra_config[{key!r}] = {extra.get(key)!r}: {error}") from error
-
-
-def _check_ranges(settings: ConnectorSettings) -> None:
-    if not 0 <= settings.sample_rate <= 1:
-        raise SettingsError(f"sample_rate is a share from 0 to 1, got {settings.sample_rate}")
-    if not 1 << 16 <= settings.ring_bytes <= 1 << 40:
-        raise SettingsError(f"ring_bytes is in bytes, from 65536 to {1 << 40}, got {settings.ring_bytes}")
-    if not 0 <= settings.stall_timeout_s <= 3600:
-        raise SettingsError(f"stall_timeout_s is 0 to 3600 seconds, got {settings.stall_timeout_s}")
+def _convert(given: Mapping[Any, Any], kind: type[_Settings], where: str) -> _Settings:
+    """Value by value, so that the one that is wrong can be named; raises `SettingsError`."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    values = {}
+    for key, value in given.items():
+        name, got = str(key)[:80], repr(value)[:200]
+        if key not in types:
+            raise SettingsError(f"{where} has no {name!r}{_nearest(name, list(types))} (got {got})")
+        try:
+            values[key] = msgspec.convert(value, types[key])
+        except msgspec.ValidationError as error:
+            about = "".join(f" ({meta.description})" for meta in getattr(types[key], "__metadata__", ()))
+            raise SettingsError(f"{where}[{name!r}] = {got}: {error}{about}") from error
+    return kind(**values)
 
 
 def _check_addresses(settings: ConnectorSettings) -> None:
@@ -215,14 +251,6 @@ def _bad_request(detail: str, asked: Mapping[str, Any]) -> Wish:
 
 def _good_text(value: object) -> str:
     return value if isinstance(value, str) and not _text_problem(value) else ""
-
-
-def _name_field(message: str, asked: Mapping[str, Any]) -> str:
-    known = [field.name for field in msgspec.structs.fields(RequestSettings)]
-    unknown = [str(key)[:80] for key in asked if key not in known]
-    if unknown:
-        return f"{REQUEST_KEY} has no {unknown[0]!r}{_nearest(unknown[0], known)}"
-    return f"{REQUEST_KEY}: {message}".replace("`$", f"`{REQUEST_KEY}")
 
 
 def _nearest(key: str, known: list[str]) -> str:

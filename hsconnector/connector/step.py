@@ -6,7 +6,7 @@ forgets the tables that are gone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hsconnector.capture.protocol import CaptureInfo, FailReason
 
@@ -52,9 +52,15 @@ class Step:
 
     group: int
     block_size: int
+    reset: bool = False
+    """The engine was told to reset its caches before this step: its weights may be others."""
+    emptied: bool = False
+    """Its prefix cache holds nothing that was computed before this step."""
     lost: list[str] = field(default_factory=list)
     """Requests that own no blocks any more, though they may come back: preempted."""
     begun: list[CaptureInfo] = field(default_factory=list)
+    hits: set[str] = field(default_factory=set)
+    """Requests of those that begin with rows from the prefix cache."""
     failed: list[Failure] = field(default_factory=list)
     tables: list[TableChange] = field(default_factory=list)
     readable: list[tuple[str, int]] = field(default_factory=list)
@@ -64,4 +70,4 @@ class Step:
     def refused(self, detail: str) -> Step:
         """The same news with every capture that begins in it failed; blocks that are held are given back."""
         failed = [Failure(info.request_id, FailReason.LAYOUT, detail) for info in self.begun]
-        return Step(self.group, self.block_size, begun=self.begun, failed=failed, finished=self.finished)
+        return replace(self, lost=[], failed=failed, tables=[], readable=[])

@@ -11,15 +11,19 @@ import msgspec
 from hsconnector.capture.protocol import CaptureInfo, Commit, FailReason, Message, Open, ProducerAccepted, Rows, Span
 from hsconnector.connector.ring import Ring
 
-__all__ = ["Item", "Loss", "Stream", "Ticket", "address"]
+__all__ = ["Item", "Loss", "Stream", "Ticket", "place_spans"]
 
 
 class Ticket(Protocol):
-    """Row bytes that may still be on their way into staging memory."""
+    """A copy of rows that may still be on its way into staging memory."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the rows have arrived there."""
+        ...
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Returns when they have."""
+        ...
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Bytes that it adds to a batch, as far as they can be many."""
+        """About how many bytes it adds to a batch; what is always small does not count."""
         if isinstance(self.message, Rows):
             return self.message.span.length
         if isinstance(self.message, Commit):
@@ -41,7 +45,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why a capture failed on our side."""
+    """A capture that failed on our side, and why."""
 
     info: CaptureInfo
     reason: FailReason
@@ -60,7 +64,7 @@ class Stream:
     failing: dict[str, Loss] = field(default_factory=dict)
 
 
-def address(stream: Stream, items: list[Item]) -> tuple[tuple[Message, ...], list[memoryview]]:
+def place_spans(stream: Stream, items: list[Item]) -> tuple[tuple[Message, ...], list[memoryview]]:
     """The messages with spans as the sidecar sees them, and the bytes that go into the body."""
     messages: list[Message] = []
     payload: list[memoryview] = []

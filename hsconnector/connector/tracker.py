@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hsconnector.capture.protocol import CaptureInfo, FailReason, RowsKind, new_capture_id, pack_token_ids
-from hsconnector.connector.origins import Origins
+from hsconnector.connector.external_rows import ExternalRows
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 
 __all__ = ["Arrival", "Ended", "Ending", "Progress", "Scheduled", "Tracker", "Wish"]
@@ -92,7 +92,7 @@ class _Tracked:
     table: list[int] = field(default_factory=list)
     owned: bool = True
     readable: int = 0
-    """As told to the worker."""
+    """How many rows the worker may read, as the last step told it."""
     computed: int = 0
     """Rows that are computed once the steps scheduled so far have run."""
     failed: bool = False
@@ -117,7 +117,7 @@ class Tracker:
         self.block_size = block_size
         self._new_id = new_id
         self._now = now
-        self.origins = Origins(block_size, hit_size or block_size)
+        self.external = ExternalRows(block_size, hit_size or block_size)
         self._requests: dict[str, _Tracked | None] = {}
         self._advanced: set[str] = set()
         self._failures: list[Failure] = []
@@ -125,6 +125,7 @@ class Tracker:
         self._final_blocks: list[TableChange] = []
         self._held: set[str] = set()
         self._early: dict[str, tuple[FailReason, str]] = {}
+        self._reset = self._emptied = False
         self._current = Step(group, block_size)
 
     @property
@@ -144,7 +145,7 @@ class Tracker:
 
     def step(self, scheduled: Scheduled) -> Step:
         """The worker's news of this step; call once per scheduler step, in order."""
-        step = self._current = Step(self.group, self.block_size)
+        step = self._current = self._begin_step()
         for request_id in scheduled.preempted:
             self._lose(request_id, step)
         self._release(scheduled, step)
@@ -158,23 +159,37 @@ class Tracker:
         return step
 
     def salvage(self) -> Step:
-        """After `step` raised, or was never reached: what the worker must hear all the same, beginnings and ends."""
+        """In place of a step that could not be built: the captures that began in it, and every end."""
         broken, self._current = self._current, Step(self.group, self.block_size)
-        step = Step(self.group, self.block_size, lost=broken.lost, begun=broken.begun)
+        step = replace(broken, failed=[], tables=[], readable=[], finished=[])
         self._drain(step)
+        return step
+
+    def caches_reset(self) -> None:
+        """The engine resets its caches, as it does for new weights: what is open would mix two models."""
+        self._reset = True
+        self.fail_all(FailReason.CACHE_RESET, "the engine's caches were reset while the capture was open")
+
+    def prefix_cache_emptied(self) -> None:
+        """Nothing computed before the next step can be hit any more."""
+        self._emptied = True
+
+    def _begin_step(self) -> Step:
+        step = Step(self.group, self.block_size, self._reset, self._emptied)
+        self._reset = self._emptied = False
         return step
 
     def finish(self, ended: Ended, table: Sequence[int]) -> Ending:
         """The request is over. `table` is what it owns of the hidden group now, empty while preempted.
 
         The end is judged by rows, not by status: where every wanted row was scheduled the capture is finished like
-        any other, though the request was aborted (a stop string reaches the scheduler as an abort). Of a request that
-        was preempted and is not back no row is left to read, whatever its table says (it may be waiting for another
-        connector to fill it): the worker knows whether it has them all.
+        any other, though the request was aborted (a stop string reaches the scheduler as an abort). A request that was
+        preempted and not scheduled since has lost its rows, also where `table` is not empty because another connector
+        is about to fill it: nothing is held, and the capture is whole only if the worker has read every row before.
         """
         self._advanced.discard(ended.request_id)
         self._early.pop(ended.request_id, None)
-        self.origins.arrived(ended.request_id, table, ended.num_computed)
+        self.external.arrived(ended.request_id, table, ended.num_computed)
         tracked = self._requests.pop(ended.request_id, None)
         if tracked is None:
             return Ending(False, None)
@@ -213,7 +228,7 @@ class Tracker:
         """Forgets a request whose end went wrong on our side; its blocks are not held."""
         self._requests.pop(request_id, None)
         self._early.pop(request_id, None)
-        self.origins.forget(request_id)
+        self.external.forget(request_id)
         self._held.discard(request_id)
         self._finishes = [finish for finish in self._finishes if finish.request_id != request_id]
         self._failures.append(Failure(request_id, FailReason.INTERNAL_ERROR, detail))
@@ -234,22 +249,22 @@ class Tracker:
         step.lost.append(request_id)
 
     def _refuse_outside(self, scheduled: Scheduled) -> None:
-        """Requests whose first rows another connector brought, for them or for one whose blocks they hit.
+        """Fails requests whose first rows another connector loaded, for them or for one whose blocks they hit.
 
-        What is new in this step, and what is loaded in it, is known before anybody's hits are looked at: a request may
-        hit blocks that another one of the same step was given.
+        All loads and all newly computed blocks of the step are taken in before any hit is looked at: a request may hit
+        blocks that were given to another one in the same step.
         """
         back = [(each.request_id, each.blocks, each.num_computed) for each in scheduled.arrivals]
         back += [(each.request_id, each.new_blocks, each.num_computed) for each in scheduled.progress if each.resumed]
-        if self.origins.mixed:
+        if self.external.mixed:
             for _, blocks, num_computed in back:
-                self.origins.computed(self.origins.fresh(blocks, num_computed))
+                self.external.computed(self.external.fresh(blocks, num_computed))
             for progress in scheduled.progress:
                 if not progress.resumed:
-                    self.origins.computed(progress.new_blocks)
-        loaded = {name: self.origins.arrived(name, blocks, num_computed) for name, blocks, num_computed in back}
+                    self.external.computed(progress.new_blocks)
+        loaded = {name: self.external.arrived(name, blocks, num_computed) for name, blocks, num_computed in back}
         for request_id, blocks, num_computed in back:
-            outside = loaded[request_id] or self.origins.hit(blocks, num_computed)
+            outside = loaded[request_id] or self.external.hit(blocks, num_computed)
             if outside is not None:
                 self.fail(request_id, FailReason.EXTERNAL_PREFIX, outside)
 
@@ -268,6 +283,8 @@ class Tracker:
         info = self._describe(arrival, wish)
         tracked = self._requests[request_id] = _Tracked(info)
         step.begun.append(info)
+        if arrival.num_computed:
+            step.hits.add(request_id)
         problem = wish.problem or early
         if problem is not None:
             self.fail(request_id, *problem)

@@ -1,46 +1,49 @@
-"""Worker side, each step: rows from the paged cache into staging memory, and word to the sender."""
+"""Worker side, each step: copies rows from the paged cache into staging memory, queues messages for the sender."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-import torch
+import msgspec
 
-from hsconnector.capture.protocol import Commit, FailReason
-from hsconnector.connector.gather import BUFFER_BYTES, Gather, Ticket, rows_tensor
-from hsconnector.connector.reader import Capture, Reader
+from hsconnector.capture.protocol import CaptureInfo, Commit, FailReason
+from hsconnector.connector.current import Current
+from hsconnector.connector.gather import BUFFER_BYTES, Gather, rows_tensor
+from hsconnector.connector.reader import Cursor, Reader
 from hsconnector.connector.ring import Ring
-from hsconnector.connector.sender import Sender, Stream
-from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.connector.sender import Sender
 from hsconnector.connector.step import Step
+from hsconnector.connector.stream import Stream, Ticket
 
 __all__ = ["Worker"]
 
+_STALE = (
+    "its first rows are in the prefix cache since before the engine's weights changed; reset the prefix cache after "
+    "changing weights"
+)
+
 
 class Worker:
-    """The rank that reads and sends. `cache` is `[num_blocks, block, L, H]`; only its dtype and row shape are used.
+    """The rank that reads and sends.
 
     `on_ring` sees the staging memory of each new stream before it is used, to page-lock it for instance.
     """
 
     def __init__(
         self,
-        cache: torch.Tensor,
-        block_size: int,
         gather: Gather,
         sender: Sender,
-        settings: ConnectorSettings,
-        now: Callable[[], float] = time.monotonic,
         on_ring: Callable[[Ring], None] = lambda ring: None,
+        weights: Current | None = None,
     ) -> None:
-        self.reader = Reader(block_size)
+        self.reader = Reader(gather.blocks.spec_block_size)
         self.sender = sender
-        self._cache = cache
         self._gather = gather
-        self._settings = settings
-        self._now = now
+        self._settings = sender.settings
         self._on_ring = on_ring
+        self._weights = weights
+        self._proofs: dict[str, int] = {}
+        """Of a request that has ended: which look at the weights must have found nothing before its commit."""
         self._stream: Stream | None = None
         self._copies: dict[str, Ticket] = {}
         """The last copy of each capture that may still be under way."""
@@ -49,7 +52,7 @@ class Worker:
     def step(self, step: Step) -> None:
         """Takes the scheduler's news and reads what may be read, before this step's forward.
 
-        What it raises has failed every open capture, and nothing is held any more.
+        When it raises, every open capture has failed and no request's blocks are held any more.
         """
         try:
             self._step(step)
@@ -58,11 +61,12 @@ class Worker:
             raise
 
     def _step(self, step: Step) -> None:
-        now = self._now()
+        now = self.sender.now()
         self.follow_stream()
-        ended = self.reader.apply(step, now)
+        begun = self._look_at_weights(step)
+        ended = self.reader.apply(step, now) + self._of_old_weights(step)
         over = {info.capture_id for info, _, _ in ended}
-        for info in step.begun:
+        for info in begun:
             if info.capture_id not in over and not self.sender.begin(self._stream, info):
                 self.reader.drop(info.request_id)
         for info, reason, detail in ended:
@@ -73,6 +77,23 @@ class Worker:
             self._read(self._stream, now)
             self._commit(self._stream)
         self._give_up_stalled(now)
+
+    def _look_at_weights(self, step: Step) -> list[CaptureInfo]:
+        """What was open fails if they have changed; what begins is of the weights that are there now."""
+        if self._weights is None:
+            return step.begun
+        if self._weights.look(step):
+            self.fail_all(FailReason.WEIGHTS_CHANGED, "the engine's weights became others while the capture was open")
+        kept = {name: look for name, look in self._proofs.items() if look > self._weights.settled}
+        self._proofs = kept | {finish.request_id: self._weights.looks for finish in step.finished}
+        return [msgspec.structs.replace(info, weights_id=self._weights.changed_id) for info in step.begun]
+
+    def _of_old_weights(self, step: Step) -> list[tuple[CaptureInfo, FailReason, str]]:
+        """Captures that begin with rows which weights before the last change have computed."""
+        if self._weights is None or not self._weights.stale:
+            return []
+        hits = [info for info in step.begun if info.request_id in step.hits and self.reader.drop(info.request_id)]
+        return [(info, FailReason.WEIGHTS_CHANGED, _STALE) for info in hits]
 
     def _abandon(self, step: Step, detail: str) -> None:
         """Part of the step's news may not have been taken: its ends give their blocks back, its beginnings fail."""
@@ -131,13 +152,13 @@ class Worker:
                 if not self._read_some(stream, capture, most, now):
                     break
 
-    def _read_some(self, stream: Stream, capture: Capture, most: int, now: float) -> bool:
+    def _read_some(self, stream: Stream, capture: Cursor, most: int, now: float) -> bool:
         rows = self.reader.next_rows(capture, most)
         offset = self.sender.reserve(stream, len(rows) * self.sender.row_bytes) if rows else None
         if offset is None:
             return False
         try:
-            out = rows_tensor(stream.ring.memory, offset, len(rows), self._cache)
+            out = rows_tensor(stream.ring.memory, offset, len(rows), self._gather.blocks.view)
             ticket = self._gather.copy(capture.table, rows, out)
         except BaseException:
             self.sender.cancel(stream)
@@ -154,9 +175,13 @@ class Worker:
                 commit = Commit(capture.info.capture_id, finish.num_rows, finish.token_ids, finish.reason)
                 self.sender.commit(stream, commit)
 
-    def _arrived(self, capture: Capture) -> bool:
+    def _arrived(self, capture: Cursor) -> bool:
         ticket = self._copies.get(capture.info.capture_id)
-        return ticket is None or ticket.done()
+        return (ticket is None or ticket.done()) and self._proved(capture)
+
+    def _proved(self, capture: Cursor) -> bool:
+        """Whether the weights were seen to be the same from its first step to its last."""
+        return self._weights is None or self._proofs.get(capture.info.request_id, 0) <= self._weights.settled
 
     def _give_up_stalled(self, now: float) -> None:
         timeout = self._settings.stall_timeout_s
@@ -165,7 +190,7 @@ class Worker:
             detail = f"{capture.cursor} of {total} rows were shipped and none for {timeout:g} s (stall_timeout_s)"
             self._drop(capture, FailReason.STALLED, detail)
 
-    def _drop(self, capture: Capture, reason: FailReason, detail: str) -> None:
+    def _drop(self, capture: Cursor, reason: FailReason, detail: str) -> None:
         self.reader.drop(capture.info.request_id)
         self.sender.fail(capture.info, reason, detail)
 

@@ -10,9 +10,18 @@
         with online.step(batch):       # acknowledged when the step is done, given back when it fails
             train(batch)
 
-A sample is a dictionary: `hidden_states` `[T, L, H]` in the stored dtype, `token_ids` `[T]` int64, `loss_mask` `[T]`
-int64 where `data` names the tokenised data set (0 and 1), `sample_id`, `capture_id`, and `lease` from a queue. Nothing
-is shifted or padded. Both kinds travel to spawned DataLoader workers; each process opens connections of its own.
+A sample is a dictionary of
+
+    hidden_states   [T, L, H] tensor in the stored dtype; slot s is layer id `layers[s]`, ascending
+    token_ids       [T] int64 tensor
+    loss_mask       [T] int64 tensor of 0 and 1; only where `data` names the tokenised data set, which holds the masks
+    sample_id       str, as the request named it; "" where it named none
+    capture_id      str
+    lease           str, only from `LeasedDataset`: what `ack` and `release` know the sample by
+
+A sidecar keeps no loss masks: without `data` there is no `loss_mask`, and which tokens count is the trainer's business.
+Nothing is shifted or padded, so batches of more than one sample need a `collate_fn`. Both kinds travel to spawned
+DataLoader workers; each process opens connections of its own.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch.utils.data import Dataset
 
-from hsconnector.dataset.copies import Fetcher, Sources, View, open_sources
+from hsconnector.client.sources import View
+from hsconnector.dataset.failover import Fetcher, Sources, open_sources
 from hsconnector.dataset.samples import Sample, choose_entries, common_layers, make_sample
 
 __all__ = ["CaptureDataset"]
@@ -44,19 +45,19 @@ class CaptureDataset(Dataset[Sample]):
         api_key: str | None = None,
         max_failures: int = 5,
     ) -> None:
-        self.view = View(layers=layers, rows=rows, verify=verify, local=local)
-        self._fetcher = Fetcher(open_sources(sources, api_key, self.view), self.view, max_failures)
+        view = View(layers=layers, rows=rows, verify=verify)
+        self._fetcher = Fetcher(open_sources(sources, api_key, local), view, max_failures)
         found = self._fetcher.list(dataset, model)
         self._entries = choose_entries(found, sample_ids, data, missing)
-        self.layer_ids = common_layers(self._entries, self.view)
+        self.layer_ids = common_layers(self._entries, view)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __getitem__(self, index: int) -> Sample:
         entry = self._entries[index]
-        capture = self._fetcher.fetch(entry.places, self.view.rows)
-        return make_sample(capture, entry.places[0].record, entry.row)
+        capture = self._fetcher.fetch(entry.replicas)
+        return make_sample(capture, entry.replicas[0].record, entry.row)
 
     @property
     def sample_ids(self) -> list[str]:

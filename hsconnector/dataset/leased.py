@@ -16,11 +16,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
-from hsconnector.client.calls import Refused
-from hsconnector.dataset.copies import FIRST_PAUSE_S, Failures, Fetcher, Place, Sidecar, View
+from hsconnector.client.leases import Lease, LeaseFilters, LeaseRequest, Leases
+from hsconnector.client.sources import View
+from hsconnector.dataset.failover import FIRST_PAUSE_S, Failures, Fetcher, Replica, open_sources
 from hsconnector.dataset.prefetch import Prefetch
 from hsconnector.dataset.samples import Sample, make_sample, rows_by_tokens
-from hsconnector.errors import CaptureError, SettingsError, SidecarUnreachable, TransportError
+from hsconnector.errors import CaptureError, SettingsError, SidecarRefused, SidecarUnreachable, TransportError
 from hsconnector.prompts.labels import DataRow, token_hash
 
 __all__ = ["Acked", "LeasedDataset"]
@@ -42,12 +43,19 @@ class Acked:
 class LeasedDataset(IterableDataset[Sample]):
     """Captures from the work queues of sidecars, at least once each, until they are acknowledged.
 
+    Samples are those of `hsconnector.dataset`, with `lease`, and with `loss_mask` where `data` names the tokenised data
+    set (what `hsconnector extract` reads or saves): each capture's mask is that of the row with the same tokens, and a
+    capture of other tokens raises SettingsError.
+
     Every rank and every DataLoader worker takes leases of its own, so no two get the same capture while a lease lasts:
-    `deadline_s` must cover prefetching and a step. `queue` names a pass over the captures: what is acknowledged is not
-    delivered again in it, also after a restart; take another name for another epoch. Each worker reads ahead up to
-    `prefetch_bytes`. Iteration ends when nothing was free for `idle_s` seconds (None: never).
-    What a crashed consumer held comes back at its deadline, so a run that wants all of it iterates until a pass gives
-    nothing and `outstanding()` is 0. Ranks may get different numbers of samples.
+    `deadline_s` must cover reading ahead and a step. `queue` names a pass over the captures: what is acknowledged is
+    not delivered again in it, also after a restart; take another name for another epoch. Each worker reads ahead up to
+    `prefetch_bytes`, and asks for at most `lease_captures` at a time. `dataset`, `model` and `layers` (layer ids)
+    choose captures; `layers` and `rows` (first and one past the last) give views.
+
+    Iteration ends when nothing was free for `idle_s` seconds, also while the engine still makes captures; with None it
+    never ends. What a crashed consumer held comes back at its deadline, so a run that wants all of it iterates until a
+    pass gives nothing and `outstanding()` is 0. Ranks may get different numbers of samples.
 
     A sidecar that does not answer is left out while others deliver, and raises SidecarUnreachable in the end; so does
     the only one, after `max_failures` attempts in a row. With `delete` an acknowledged shard is removed.
@@ -79,30 +87,38 @@ class LeasedDataset(IterableDataset[Sample]):
             raise SettingsError(f"idle_s {idle_s:g} must be 0 or more and shorter than deadline_s {deadline_s:g}")
         if prefetch_bytes < 0 or lease_captures < 1:
             raise SettingsError(f"prefetch_bytes {prefetch_bytes} or lease_captures {lease_captures} is too small")
-        self.view = View(layers=layers, rows=rows, verify=verify, local=local)
-        self.queue, self.deadline_s, self.idle_s, self.delete = queue, deadline_s, idle_s, delete
-        self.prefetch_bytes, self.lease_captures = prefetch_bytes, lease_captures
+        self.idle_s, self.delete = idle_s, delete
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self.consumer = f"{consumer}/rank{rank}"
-        self._filters = {"dataset": dataset, "model": model, "layer_ids": list(self.view.layers or ())}
+        self.wanted = LeaseRequest(
+            consumer=f"{consumer}/rank{rank}",
+            queue=queue,
+            count=lease_captures,
+            max_bytes=prefetch_bytes,
+            deadline_s=deadline_s,
+            filters=LeaseFilters(dataset, model, tuple(layers or ())),
+        )
         urls = [urls] if isinstance(urls, str) else list(urls)
-        self._sidecars = [Sidecar(url, api_key, self.view.local) for url in urls]
-        self._fetcher = Fetcher(self._sidecars, self.view, max_failures)
+        self._queues = [Leases(url, api_key=api_key) for url in urls]
         self._rows = rows_by_tokens(data)
+        self._cut = rows if self._rows else None
+        """Rows to take of a capture that is read whole, as all its tokens tell which row of `data` it is."""
+        view = View(layers=layers, rows=None if self._rows else rows, verify=verify)
+        self._fetcher = Fetcher(open_sources(urls, api_key, local), view, max_failures)
         self._unacked = _Unacked()
         self._failures = Failures(max_failures)
 
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
-        consumer = f"{self.consumer}/worker{worker.id if worker else 0}"
-        prefetch = Prefetch(lambda stop: self._lent(consumer, stop), self._read, self.prefetch_bytes)
+        consumer = f"{self.wanted.consumer}/worker{worker.id if worker else 0}"
+        wanted = msgspec.structs.replace(self.wanted, consumer=consumer)
+        prefetch = Prefetch(lambda stop: self._lent(wanted, stop), self._read, self.wanted.max_bytes or 0)
         try:
             yield from prefetch
         finally:
-            self._give_back([lent.token for lent in prefetch.close()])
+            self._give_back(_by_lease([lent.lease for lent in prefetch.close()]))
 
     def ack(self, samples: Any) -> Acked:
-        """Samples, batches of them or their `lease` values are trained on. Harmless when repeated; from any thread.
+        """Acknowledges samples, batches of them or their `lease` values. Harmless when repeated; from any thread.
 
         Raises SidecarUnreachable after `max_failures` calls in a row that some sidecar did not answer.
         """
@@ -132,40 +148,38 @@ class LeasedDataset(IterableDataset[Sample]):
 
     def release(self, samples: Any) -> None:
         """Gives samples back at once; what no sidecar answers for comes back at its deadline."""
-        leases = _by_lease(samples)
-        self._give_back([(index, lease_id, name) for (index, lease_id), names in leases.items() for name in names])
+        self._give_back(_by_lease(samples))
 
     def outstanding(self) -> int:
         """Captures of this queue that any consumer holds now; raises SidecarUnreachable."""
-        counts = [sidecar.calls.get("/v1/leases", _Counts).data for sidecar in self._sidecars]
-        return sum(entry.held for entries in counts for entry in entries if entry.queue == self.queue)
+        holdings = [holding for leases in self._queues for holding in leases.holdings()]
+        return sum(holding.held for holding in holdings if holding.queue == self.wanted.queue)
 
     def _ack(self, index: int, lease_id: str, names: Sequence[str]) -> Mapping[str, str]:
-        body = {"capture_ids": names, "delete": self.delete}
         try:
-            return self._sidecars[index].calls.post(f"/v1/leases/{lease_id}/ack", body, _AckAnswer).captures
-        except Refused as error:
+            return self._queues[index].acknowledge(lease_id, names, delete=self.delete)
+        except SidecarRefused as error:
             if error.kind not in ("lease_expired", "lease_unknown"):
                 raise
             return dict.fromkeys(names, error.kind)
 
-    def _lent(self, consumer: str, stop: threading.Event) -> Iterator[_Lent]:
+    def _lent(self, wanted: LeaseRequest, stop: threading.Event) -> Iterator[_Lent]:
         """Captures as they are lent, from one sidecar after the other."""
-        troubles = [Failures(self._failures.most) for _ in self._sidecars]
+        troubles = [Failures(self._failures.most) for _ in self._queues]
         wait = _POLL_S if len(troubles) == 1 else 0.0
         last = time.monotonic()
         while not stop.is_set():
             got = False
             for index, trouble in enumerate(troubles):
                 try:
-                    lease = self._take(index, consumer, wait)
+                    lease = self._take(index, wanted, wait)
                     trouble.clear()
                 except SidecarUnreachable as error:
                     trouble.note(error)
                     continue
                 for record in lease.captures:
                     got = True
-                    yield _Lent(record, (index, lease.lease_id or "", record.capture_id))
+                    yield _Lent(index, lease.lease_id or "", record)
             if got:
                 last = time.monotonic()
             elif self._is_over(troubles, time.monotonic() - last):
@@ -181,38 +195,25 @@ class LeasedDataset(IterableDataset[Sample]):
             broken[0].stop()
         return over and not any(trouble.consecutive for trouble in troubles)
 
-    def _take(self, index: int, consumer: str, wait: float) -> _Lease:
-        body = {
-            "consumer": consumer,
-            "queue": self.queue,
-            "count": self.lease_captures,
-            "max_bytes": self.prefetch_bytes,
-            "deadline_s": self.deadline_s,
-            "filters": self._filters,
-        }
-        return self._sidecars[index].calls.post(
-            "/v1/leases", body, _Lease, wait=wait if self.idle_s is None else min(wait, self.idle_s)
-        )
+    def _take(self, index: int, wanted: LeaseRequest, wait: float) -> Lease:
+        return self._queues[index].take(wanted, wait=wait if self.idle_s is None else min(wait, self.idle_s))
 
     def _read(self, lent: _Lent) -> Sample | None:
         """The sample of a capture; None where it was deleted meanwhile."""
-        rows = None if self._rows else self.view.rows
         try:
-            capture = self._fetcher.fetch((Place(lent.token[0], lent.record),), rows)
+            capture = self._fetcher.fetch([Replica(lent.source, lent.record)])
         except CaptureError:
-            self._pass_over(*lent.token)
+            self._pass_over(lent)
             return None
         sample = make_sample(capture, lent.record, self._row(capture))
-        if self._rows and self.view.rows is not None:
-            start, stop = self.view.rows
-            for name in ("hidden_states", "token_ids", "loss_mask"):
-                sample[name] = sample[name][start:stop]
-        return {**sample, "lease": _token(lent.token)}
+        if self._cut is not None:
+            sample |= {name: sample[name][slice(*self._cut)] for name in ("hidden_states", "token_ids", "loss_mask")}
+        return {**sample, "lease": lent.lease}
 
-    def _pass_over(self, index: int, lease_id: str, capture_id: str) -> None:
-        """Acknowledges what nobody will train on; where that fails it is lent, and passed over, once more."""
+    def _pass_over(self, lent: _Lent) -> None:
+        """Acknowledges a capture that cannot be read; where that fails it comes with a later lease, and again here."""
         with contextlib.suppress(SidecarUnreachable):
-            self._ack(index, lease_id, [capture_id])
+            self._ack(lent.source, lent.lease_id, [lent.record.capture_id])
 
     def _row(self, capture: Capture) -> DataRow | None:
         if not self._rows:
@@ -222,14 +223,10 @@ class LeasedDataset(IterableDataset[Sample]):
             raise SettingsError(f"the tokens of capture {capture.capture_id} are those of no row of `data`")
         return row
 
-    def _give_back(self, tokens: Sequence[tuple[int, str, str]]) -> None:
-        leases: _Leased = defaultdict(list)
-        for index, lease_id, name in tokens:
-            leases[index, lease_id].append(name)
+    def _give_back(self, leases: _Leased) -> None:
         for (index, lease_id), names in leases.items():
             with contextlib.suppress(TransportError):
-                body = {"capture_ids": names}
-                self._sidecars[index].calls.post(f"/v1/leases/{lease_id}/release", body, _Released)
+                self._queues[index].release(lease_id, names)
 
 
 _Leased = dict[tuple[int, str], list[str]]
@@ -237,7 +234,7 @@ _Leased = dict[tuple[int, str], list[str]]
 
 
 class _Unacked:
-    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and it travels without its lock."""
+    """Captures whose acknowledgement no sidecar has answered yet; for any thread, and pickled without its lock."""
 
     def __init__(self, names: _Leased | None = None) -> None:
         self._names = names or {}
@@ -253,7 +250,7 @@ class _Unacked:
 
     @contextlib.contextmanager
     def taken(self, more: _Leased) -> Iterator[_Leased]:
-        """All there are, and more, for this caller alone; what is left of them at the end is put back."""
+        """All of them and `more`, for this caller alone; what it leaves in the dictionary is put back at the end."""
         with self._lock:
             todo, self._names = self._names, {}
         try:
@@ -269,41 +266,22 @@ def _add(leased: _Leased, more: _Leased) -> _Leased:
     return leased
 
 
-class _Lease(msgspec.Struct, frozen=True):
-    captures: list[CaptureRecord]
-    lease_id: str | None = None
-
-
-class _AckAnswer(msgspec.Struct, frozen=True):
-    captures: dict[str, str]
-
-
-class _Released(msgspec.Struct, frozen=True):
-    released: list[str]
-
-
-class _Count(msgspec.Struct, frozen=True):
-    queue: str
-    held: int
-
-
-class _Counts(msgspec.Struct, frozen=True):
-    data: list[_Count]
-
-
 @dataclass(frozen=True)
 class _Lent:
+    """A capture that sidecar number `source` has lent."""
+
+    source: int
+    lease_id: str
     record: CaptureRecord
-    token: tuple[int, str, str]
-    """Sidecar, lease, capture."""
 
     @property
     def size(self) -> int:
         return self.record.size
 
-
-def _token(token: tuple[int, str, str]) -> str:
-    return "/".join(map(str, token))
+    @property
+    def lease(self) -> str:
+        """What `_by_lease` knows it by."""
+        return f"{self.source}/{self.lease_id}/{self.record.capture_id}"
 
 
 def _by_lease(samples: Any) -> _Leased:

@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 class Prefetch(Generic[_Item, _Value]):
     """Iterates over `read(item)` of the items that `items(stop)` gives, reading at most `limit` bytes ahead.
 
-    One item is read ahead however large it is. A value that is None is left out. What `items` or `read` raises is
+    One item is read ahead however large it is; a value of None is left out. What `items` or `read` raises is
     raised to the reader after the values before it. `items` ends soon after `stop` is set.
     """
 
@@ -62,7 +62,7 @@ class Prefetch(Generic[_Item, _Value]):
             raise self._error
 
     def close(self) -> list[_Item]:
-        """Ends the thread; the items that were taken and never given."""
+        """Ends the thread; the items that it took of `items` and whose values nobody got."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()

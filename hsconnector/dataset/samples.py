@@ -14,7 +14,8 @@ import torch
 
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
-from hsconnector.dataset.copies import Place, View
+from hsconnector.client.sources import View
+from hsconnector.dataset.failover import Replica
 from hsconnector.errors import CaptureNotFound, SettingsError
 from hsconnector.prompts.labels import DataRow, read_rows
 
@@ -29,12 +30,12 @@ _NAMED = 5
 @dataclass(frozen=True)
 class Entry:
     name: str
-    places: tuple[Place, ...]
+    replicas: tuple[Replica, ...]
     row: DataRow | None = None
 
 
 def choose_entries(
-    found: Sequence[Place],
+    found: Sequence[Replica],
     sample_ids: Sequence[str] | None,
     data: str | os.PathLike[str] | None,
     missing: Literal["error", "skip"],
@@ -58,45 +59,45 @@ def choose_entries(
     return [entry for _, entry in wanted if entry is not None]
 
 
-def _by_row(found: Sequence[Place], rows: Sequence[DataRow]) -> list[tuple[str, Entry | None]]:
+def _by_row(found: Sequence[Replica], rows: Sequence[DataRow]) -> list[tuple[str, Entry | None]]:
     """Every row with the copies of its content, whatever sample ids and data sets they were captured under."""
-    places: dict[str, list[Place]] = defaultdict(list)
-    for place in found:
-        places[place.record.content_hash].append(place)
-    copies = {content: _newest(same) for content, same in places.items()}
+    replicas: dict[str, list[Replica]] = defaultdict(list)
+    for replica in found:
+        replicas[replica.record.content_hash].append(replica)
+    copies = {content: _newest(same) for content, same in replicas.items()}
     return [
         (row.sample_id, Entry(row.sample_id, copies[row.content_hash], row) if row.content_hash in copies else None)
         for row in rows
     ]
 
 
-def _by_name(found: Sequence[Place], rows: Mapping[str, DataRow]) -> dict[str, Entry]:
+def _by_name(found: Sequence[Replica], rows: Mapping[str, DataRow]) -> dict[str, Entry]:
     """Every sample with the copies that hold the same as its newest capture."""
-    places: dict[str, list[Place]] = defaultdict(list)
-    for place in found:
-        places[place.record.sample_id or place.record.capture_id].append(place)
+    replicas: dict[str, list[Replica]] = defaultdict(list)
+    for replica in found:
+        replicas[replica.record.sample_id or replica.record.capture_id].append(replica)
     entries = {}
-    for name, copies in places.items():
-        datasets = {place.record.dataset for place in copies}
+    for name, copies in replicas.items():
+        datasets = {replica.record.dataset for replica in copies}
         if len(datasets) > 1:
             raise SettingsError(f"sample {name!r} is in the data sets {sorted(datasets)}: say which with dataset=")
-        content = max(copies, key=lambda place: place.record.capture_id).record.content_hash
-        same = _newest([place for place in copies if place.record.content_hash == content])
+        content = max(copies, key=lambda replica: replica.record.capture_id).record.content_hash
+        same = _newest([replica for replica in copies if replica.record.content_hash == content])
         entries[name] = Entry(name, same, rows.get(content))
     return entries
 
 
-def _newest(copies: Sequence[Place]) -> tuple[Place, ...]:
+def _newest(copies: Sequence[Replica]) -> tuple[Replica, ...]:
     """The newest copy in each source, in the order of the sources."""
-    newest = {place.source: place for place in sorted(copies, key=lambda place: place.record.capture_id)}
+    newest = {replica.source: replica for replica in sorted(copies, key=lambda replica: replica.record.capture_id)}
     return tuple(newest[source] for source in sorted(newest))
 
 
-def _common(found: Sequence[Place]) -> CaptureRecord | None:
+def _common(found: Sequence[Replica]) -> CaptureRecord | None:
     """A record that stands for all in what decides their values; raises SettingsError where they differ."""
     kinds = {
         (each.model, each.model_revision, each.lora, each.layer_ids, each.dtype): each
-        for each in (place.record for place in found)
+        for each in (replica.record for replica in found)
     }
     if len(kinds) > 1:
         listed = "; ".join(
@@ -111,7 +112,7 @@ def _common(found: Sequence[Place]) -> CaptureRecord | None:
 
 def common_layers(entries: Sequence[Entry], view: View) -> tuple[int, ...]:
     """What the slots of every sample hold."""
-    held = entries[0].places[0].record.layer_ids if entries else ()
+    held = entries[0].replicas[0].record.layer_ids if entries else ()
     absent = sorted(set(view.layers or ()) - set(held))
     if absent and entries:
         raise SettingsError(f"layers {absent} are not among the captured {list(held)}")

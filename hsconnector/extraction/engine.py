@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from hsconnector.client.connection import why
+from hsconnector.client.envelope import PASSING, read_denial
 from hsconnector.errors import HSConnectorError, SettingsError
-from hsconnector.extraction.connection import RETRIED_STATUS, said
 
 __all__ = ["Engine", "EngineBusy", "EngineRefused", "EngineUnusable", "ServedModel", "served_model"]
 
@@ -55,10 +56,10 @@ class Engine:
         try:
             answer = await self._http.get("/v1/models")
         except httpx.TransportError as error:
-            raise EngineUnusable(f"no engine answers at {self.url}: {_reason(error)}") from error
+            raise EngineUnusable(f"no engine answers at {self.url}: {why(error)}") from error
         if not answer.is_success:
             raise EngineUnusable(
-                f"the engine at {self.url} answered {answer.status_code} to /v1/models: {said(answer)}"
+                f"the engine at {self.url} answered {answer.status_code} to /v1/models: {_said(answer)}"
             )
         try:
             return msgspec.json.decode(answer.content, type=_Models).data
@@ -70,13 +71,13 @@ class Engine:
         try:
             answer = await self._http.post("/v1/completions", json=body)
         except httpx.TransportError as error:
-            raise EngineBusy(f"the engine at {self.url} did not answer: {_reason(error)}") from error
+            raise EngineBusy(f"the engine at {self.url} did not answer: {why(error)}") from error
         if answer.status_code in (401, 403):
-            raise EngineUnusable(f"the engine at {self.url} wants a key: {said(answer)}; set --engine-key")
-        if answer.status_code in RETRIED_STATUS:
-            raise EngineBusy(f"the engine answered {answer.status_code}: {said(answer)}")
+            raise EngineUnusable(f"the engine at {self.url} wants a key: {_said(answer)}; set --engine-key")
+        if answer.status_code in PASSING:
+            raise EngineBusy(f"the engine answered {answer.status_code}: {_said(answer)}")
         if not answer.is_success:
-            raise EngineRefused(f"the engine refused it ({answer.status_code}): {said(answer)}")
+            raise EngineRefused(f"the engine refused it ({answer.status_code}): {_said(answer)}")
         return self._capture_id(answer)
 
     def _capture_id(self, answer: httpx.Response) -> str:
@@ -109,5 +110,5 @@ def engine_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _reason(error: httpx.TransportError) -> str:
-    return str(error) or type(error).__name__
+def _said(answer: httpx.Response) -> str:
+    return read_denial(answer.content).message or answer.reason_phrase

@@ -1,7 +1,7 @@
 """Drives engines through a data set until the sidecar has a sound capture of each row.
 
-The sidecar is the only memory: what is there is found by content hash, so a run that was killed is simply started
-again.
+A run keeps nothing on disk: the sidecar is asked by content hash what is there, so a run that was killed is simply
+started again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.content import Content
+from hsconnector.capture.protocol import CaptureState, pack_token_ids
 from hsconnector.capture.record import CaptureRecord
+from hsconnector.client.async_client import AsyncClient
 from hsconnector.errors import HSConnectorError
+from hsconnector.extraction.content import CaptureUnfit, judge
 from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
-from hsconnector.extraction.target import CaptureUnfit, Target, judge
 from hsconnector.prompts.prompt import Missing, Prompt
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
@@ -46,11 +47,11 @@ class Order:
     concurrency: int = 32
     """Requests at the engines at one time."""
     attempts: int = 3
-    """How often one row is asked for, unsound captures of earlier runs included."""
+    """How often one row is asked for; unsound captures of earlier runs count."""
     capture_timeout_s: float = 120.0
-    """How long a capture may take to become final once its request is answered."""
+    """Seconds that a capture may take to become final once its request is answered."""
     pause_s: float = 0.5
-    """Before the second attempt; doubles with each further one."""
+    """Seconds before the second attempt; doubles with each further one."""
 
     @property
     def patience(self) -> int:
@@ -60,18 +61,20 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Booked:
-    """What is kept of a row whose capture is there."""
+    """A row whose capture is there, as the last look at the sidecar needs it."""
 
     row: int
     sample_id: str
     tokens: int
     fate: Fate
     used_up: frozenset[str]
-    """Captures of it that consumers had used up before this run."""
+    """Its captures that were acknowledged and let go before this run, which say nothing of this one."""
 
 
 @dataclass(frozen=True)
 class _Ask:
+    """A row that the engines are asked for, at most `attempts` times."""
+
     prompt: Prompt
     digest: str
     attempts: int
@@ -85,8 +88,8 @@ class Extraction:
         self,
         order: Order,
         engines: Sequence[Engine],
-        sidecar: Sidecar,
-        target: Target,
+        sidecar: AsyncClient,
+        content: Content,
         ledger: Ledger,
         *,
         changed: Callable[[], None] = lambda: None,
@@ -96,7 +99,7 @@ class Extraction:
         self._engines = tuple(engines)
         self._turn = itertools.count()
         self._sidecar = sidecar
-        self._target = target
+        self._content = content
         self._changed = changed
         self._slots = asyncio.Semaphore(order.concurrency)
         self._seen: dict[str, int] = {}
@@ -134,14 +137,14 @@ class Extraction:
         await asyncio.gather(*(self._sidecar.wait(record.capture_id, waited) for record in begun))
 
     async def _wanted(self, chunk: Iterable[Prompt | Missing], taken: Callable[[Prompt], None]) -> list[_Ask]:
-        """The rows of a chunk that have no capture; the others are booked."""
+        """The rows of a chunk to ask for; those that have a capture or can never have one go into the ledger."""
         prompts: dict[str, Prompt] = {}
         for sample in chunk:
             if isinstance(sample, Missing):
                 self.ledger.refused(sample)
                 continue
             taken(sample)
-            digest = self._target.content_hash(sample.token_ids)
+            digest = self._content.hash_of(pack_token_ids(sample.token_ids))
             first = self._seen.setdefault(digest, sample.row)
             if first == sample.row:
                 prompts[digest] = sample
@@ -156,6 +159,7 @@ class Extraction:
         return asks
 
     async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
+        """What is left to ask for a row with these captures: nothing where one is ready, or too many were unsound."""
         used_up = _used_up(records)
         if any(record.state is CaptureState.READY for record in records):
             await self._keep_oldest(records)
@@ -174,7 +178,7 @@ class Extraction:
         """One row, until it is captured or has been asked for often enough."""
         reason, turn = "", next(self._turn)
         for attempt in range(ask.attempts):
-            if attempt and await self._there_meanwhile(ask, attempt):
+            if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)
             try:
                 await self._attempt(ask, self._engines[(turn + attempt) % len(self._engines)])
@@ -191,7 +195,7 @@ class Extraction:
     async def _attempt(self, ask: _Ask, engine: Engine) -> None:
         capture_id = await engine.capture(self._body(ask))
         waited = self._order.capture_timeout_s
-        judge(await self._sidecar.wait(capture_id, waited), ask.prompt, self._target, waited_s=waited)
+        judge(await self._sidecar.wait(capture_id, waited), ask.prompt, self._content, waited_s=waited)
 
     def _body(self, ask: _Ask) -> dict[str, object]:
         hidden_states = {
@@ -210,8 +214,11 @@ class Extraction:
             "kv_transfer_params": {"hidden_states": hidden_states},
         }
 
-    async def _there_meanwhile(self, ask: _Ask, attempt: int) -> bool:
-        """Rests, then tells whether the attempt before has come to a good end unseen."""
+    async def _captured_after_all(self, ask: _Ask, attempt: int) -> bool:
+        """Pauses, waits for captures of this row that are under way, and tells whether one is ready.
+
+        The answer to the attempt before may have been lost while the engine went on with it.
+        """
         self.ledger.retries += 1
         pause = min(self._order.pause_s * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -249,7 +256,11 @@ class Extraction:
         self._changed()
 
     async def _look_again(self) -> None:
-        """What is there now, at the end: retention may have taken what was booked, a cut request come to an end."""
+        """Asks at the end whether each capture is still there: since it was booked, retention may have removed it.
+
+        A capture that was acknowledged during the run counts as there. A request that was given up may have been
+        captured in the end: of two captures of a row one is removed.
+        """
         digests = iter(list(self._booked))
         while piece := list(itertools.islice(digests, _LOOKED_UP)):
             for digest, records in (await self._sidecar.lookup(piece)).items():
@@ -269,7 +280,7 @@ class Extraction:
         self.ledger.lost(Missing(booked.row, booked.sample_id, reason), booked.fate, booked.tokens)
 
     async def _keep_oldest(self, records: list[CaptureRecord]) -> None:
-        """A request that was cut may have been captured all the same; of such a pair the older one stays."""
+        """Removes the younger captures of a sample: a request whose answer was lost may have been captured as well."""
         ready = [record for record in records if record.state is CaptureState.READY]
         kept: set[tuple[str, str]] = set()
         for record in sorted(ready, key=lambda record: record.capture_id):

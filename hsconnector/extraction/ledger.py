@@ -21,7 +21,7 @@ class Fate(enum.StrEnum):
     REPEATED = "repeated"
     """The same tokens as an earlier row of the data set, and one capture for both."""
     REFUSED = "refused"
-    """Nothing that can be asked for."""
+    """It cannot be asked for: no tokens, too long, not readable."""
     FAILED = "failed"
     """Asked for as often as allowed, in vain."""
 
@@ -71,7 +71,7 @@ class Ledger:
         self.missing.append(missing)
 
     def failed(self, missing: Missing, *, in_vain: bool = False) -> None:
-        """A row without a capture; `in_vain` where asking was cut off, which may say more of the engine than of it."""
+        """A row without a capture; `in_vain` where all attempts were used up, for which the engine may be to blame."""
         self.counts[Fate.FAILED] += 1
         self.missing.append(missing)
         self.failed_in_a_row += in_vain

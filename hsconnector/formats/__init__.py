@@ -1,4 +1,8 @@
-"""Trainers' file formats: one module per trainer, and what they share."""
+"""Trainers' file formats: one module per trainer, and what they share.
+
+A new format is a class like those in `specforge` (what it must have: `sample.Format`), named in `FORMATS` below; every
+test of tests/formats/test_check.py then runs on it.
+"""
 
 from __future__ import annotations
 

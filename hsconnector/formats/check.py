@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hsconnector.errors import SettingsError, ShardError, StoreError
-from hsconnector.formats.manifest import Description, Entry
+from hsconnector.errors import ShardError, StoreError
+from hsconnector.formats.manifest import Description, ManifestEntry
 from hsconnector.formats.sample import Exported, Format
 from hsconnector.prompts.labels import token_hash
-from hsconnector.reference.model.comparison import DEFAULT_TOLERANCES, compare, explain
-from hsconnector.reference.model.model import ReferenceModel
+from hsconnector.reference.comparison import DEFAULT_TOLERANCES, compare, explain
+from hsconnector.reference.model import ReferenceModel
+from hsconnector.reference.passes import compare_twice
 
-__all__ = ["EXPORT_TOLERANCES", "Finding", "check_export", "check_file", "relative_errors"]
+__all__ = ["EXPORT_TOLERANCES", "CheckedFile", "ExportCheck"]
 
 EXPORT_TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 2e-2}
 """By stored dtype: `|file - reference| / |reference|`, Euclidean, of one row and slot."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckedFile:
     """What came of one file; `problem` is empty where it passed."""
 
     file: str
@@ -38,45 +39,86 @@ class Finding:
         return f"{self.file}: {self.problem or 'equal'}"
 
 
-def check_export(
-    format: Format,
-    folder: Path,
-    description: Description,
-    entries: Mapping[str, Entry],
-    reference: ReferenceModel,
-    *,
-    tolerance: float = 0.0,
-) -> Iterator[Finding]:
-    """Every file of an export, in its order; `tolerance` 0 takes that of the dtype. Raises SettingsError."""
-    if reference.num_layers != description.num_layers:
-        raise SettingsError(
-            f"the export is of a model with {description.num_layers} layers, {reference.name} has "
-            f"{reference.num_layers}: give its own checkpoint with --model"
-        )
-    if description.lora:
-        raise SettingsError(f"the export ran with the adapter {description.lora}, which {reference.name} alone has not")
-    tolerance = tolerance or EXPORT_TOLERANCES[description.dtype]
-    for entry in entries.values():
-        yield check_file(format, folder / entry.file, description, entry, reference, tolerance)
+@dataclass(frozen=True)
+class _Errors:
+    """How far the states of one file are from one pass of the reference."""
+
+    wrong: Any
+    """`[T, L]`, true where a row and slot is beyond the tolerance."""
+    largest: float
+    normed: float
+    """The largest error of the last layer after the final norm, where the file holds it before."""
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return not bool(self.wrong.any()) and self.normed <= self.tolerance
 
 
-def check_file(
-    format: Format, path: Path, description: Description, entry: Entry, reference: ReferenceModel, tolerance: float
-) -> Finding:
-    """One file."""
-    try:
-        exported = format.read(path)
-        problem = _tokens(exported, entry) or _shapes(exported, description)
-        if problem:
-            return Finding(path.name, problem)
-        found = _states(exported, path.name, description, reference, tolerance)
-        # No file is accused by one pass alone; see hsconnector.cli.verify.
-        return _states(exported, path.name, description, reference, tolerance) if found.problem else found
-    except (ShardError, StoreError) as error:
-        return Finding(path.name, str(error))
+@dataclass(frozen=True)
+class ExportCheck:
+    """An export, and the checkpoint that its files are compared with."""
+
+    format: Format
+    description: Description
+    reference: ReferenceModel
+    tolerance: float = 0.0
+    """Of one row and slot; 0: that of the export's dtype in `EXPORT_TOLERANCES`."""
+
+    def files(self, folder: Path, entries: Mapping[str, ManifestEntry]) -> Iterator[CheckedFile]:
+        """Every file, in the order of its entry; raises SettingsError where it is another model's export."""
+        about = self.description
+        self.reference.refuse_foreign("the export", num_layers=about.num_layers, lora=about.lora)
+        for entry in entries.values():
+            yield self._file(folder / entry.file, entry)
+
+    def _file(self, path: Path, entry: ManifestEntry) -> CheckedFile:
+        try:
+            exported = self.format.read(path)
+            problem = _tokens(exported, entry) or _shapes(exported, self.description)
+            return CheckedFile(path.name, problem) if problem else self._states(exported, path.name)
+        except (ShardError, StoreError) as error:
+            return CheckedFile(path.name, str(error))
+
+    def _states(self, exported: Exported, name: str) -> CheckedFile:
+        slots, token_ids = _slots(exported, self.description), exported.token_ids.tolist()
+        layer_ids = self.description.layer_ids
+        passes = compare_twice(self.reference, token_ids, layer_ids, lambda expected: self._errors(slots, expected))
+        errors = passes.decisive
+        if errors.ok:
+            return CheckedFile(name, largest_relative=max(errors.largest, errors.normed))
+        if not bool(errors.wrong.any()):
+            return CheckedFile(name, f"differs by {errors.normed:.2g} after the final norm", errors.largest)
+        where, holds = _first(errors.wrong, layer_ids), self._holds(slots, errors.wrong, passes.layers.float())
+        return CheckedFile(name, f"{where}: the slot {holds}", errors.largest)
+
+    def _errors(self, slots: Any, expected: Any) -> _Errors:
+        expected, normed = expected.float(), 0.0
+        side, norm = self.description.last_layer_norm, self.reference.normed
+        if side == "post":
+            expected[:, -1] = norm(expected[:, -1])
+        if side == "pre":
+            after = norm(expected[:, -1]).float()
+            normed = float(_relative_errors(norm(slots[:, -1].float()), after).max())
+        errors = _relative_errors(slots, expected)
+        tolerance = self.tolerance or EXPORT_TOLERANCES[self.description.dtype]
+        return _Errors(~(errors <= tolerance), float(errors.max()), normed, tolerance)
+
+    def _holds(self, slots: Any, wrong: Any, layers: Any) -> str:
+        """What the first wrong slot holds instead; `layers` `[T, N + 1, H]` is the whole reference."""
+        tolerance = DEFAULT_TOLERANCES[self.description.dtype]
+        row = int(wrong.any(dim=1).nonzero()[0])
+        slot = int(wrong[row].nonzero()[0])
+        layer, last = self.description.layer_ids[slot], self.reference.num_layers
+        normed = self.reference.normed(layers[:, last]).float()
+        if self.description.last_layer_norm == "post" and layer == last:
+            if compare(slots[:, [slot]], layers[:, [last]], tolerance).ok:
+                return f"holds the last layer {last} before the final norm, where this format has it after"
+            layers[:, last] = normed
+        return explain(slots[:, slot], layers, normed, layer_id=layer, tolerance=tolerance)
 
 
-def _tokens(exported: Exported, entry: Entry) -> str:
+def _tokens(exported: Exported, entry: ManifestEntry) -> str:
     count = len(exported.token_ids)
     if count != entry.num_tokens:
         return f"holds {count} tokens of the {entry.num_tokens} of its sample"
@@ -100,29 +142,7 @@ def _shapes(exported: Exported, description: Description) -> str:
     return ""
 
 
-def _states(
-    exported: Exported, name: str, description: Description, reference: ReferenceModel, tolerance: float
-) -> Finding:
-    token_ids = exported.token_ids.tolist()
-    slots = _slots(exported, description)
-    expected = reference.states(token_ids, description.layer_ids).float()
-    if description.last_layer_norm == "post":
-        expected[:, -1] = reference.normed(expected[:, -1])
-    errors = relative_errors(slots, expected)
-    largest = float(errors.max())
-    wrong = ~(errors <= tolerance)
-    if bool(wrong.any()):
-        where = _first(wrong, description.layer_ids)
-        return Finding(name, f"{where}: the slot {_holds(slots, wrong, token_ids, description, reference)}", largest)
-    if description.last_layer_norm == "pre":
-        normed = relative_errors(reference.normed(slots[:, -1].float()), reference.normed(expected[:, -1]).float())
-        if not bool((normed <= tolerance).all()):
-            return Finding(name, f"differs by {float(normed.max()):.2g} after the final norm", largest)
-        largest = max(largest, float(normed.max()))
-    return Finding(name, largest_relative=largest)
-
-
-def relative_errors(states: Any, expected: Any) -> Any:
+def _relative_errors(states: Any, expected: Any) -> Any:
     """The Euclidean distance over the last dimension, relative to the length of what is expected."""
     return (states.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
 
@@ -139,18 +159,3 @@ def _first(wrong: Any, layer_ids: tuple[int, ...]) -> str:
     rows = wrong.any(dim=1).nonzero().flatten().tolist()
     slot = int(wrong[rows[0]].nonzero()[0])
     return f"differs first in row {rows[0]}, layer {layer_ids[slot]}, in {len(rows)} of {len(wrong)} rows"
-
-
-def _holds(slots: Any, wrong: Any, token_ids: list[int], description: Description, reference: ReferenceModel) -> str:
-    """What the first wrong slot holds instead."""
-    tolerance = DEFAULT_TOLERANCES[description.dtype]
-    row = int(wrong.any(dim=1).nonzero()[0])
-    slot = int(wrong[row].nonzero()[0])
-    layer, last = description.layer_ids[slot], reference.num_layers
-    layers = reference.states(token_ids, range(last + 1)).float()
-    normed = reference.normed(layers[:, last]).float()
-    if description.last_layer_norm == "post" and layer == last:
-        if compare(slots[:, [slot]], layers[:, [last]], tolerance).ok:
-            return f"holds the last layer {last} before the final norm, where this format has it after"
-        layers[:, last] = normed
-    return explain(slots[:, slot], layers, normed, layer_id=layer, tolerance=tolerance)

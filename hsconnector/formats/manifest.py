@@ -20,7 +20,7 @@ import msgspec
 
 from hsconnector.errors import SettingsError, StoreError
 
-__all__ = ["MANIFEST", "Description", "Entry", "Manifest", "read_manifest"]
+__all__ = ["MANIFEST", "Description", "Manifest", "ManifestEntry", "read_manifest"]
 
 MANIFEST = "manifest.json"
 _JOURNAL = "manifest.part"
@@ -38,7 +38,7 @@ _TELLING = (
     "last_layer_norm",
     "norm",
 )
-"""The fields of a description that the others follow from."""
+"""The fields in which another export may differ; the other fields of a description follow from these."""
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +64,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """The layers as the trainer's own configuration names them."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file."""
+class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manifest says of one file."""
 
     file: str
     row: int | None
@@ -87,7 +87,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Written(msgspec.Struct, frozen=True):
     description: Description
-    files: tuple[Entry, ...] = ()
+    files: tuple[ManifestEntry, ...] = ()
 
 
 class Manifest:
@@ -117,12 +117,12 @@ class Manifest:
         self.close()
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, ManifestEntry]:
         """By file name; a copy."""
         with self._lock:
             return dict(self._entries)
 
-    def existing(self, file: str) -> Entry | None:
+    def existing(self, file: str) -> ManifestEntry | None:
         """The entry of a file that is there and whole."""
         entry = self._entries.get(file)
         if entry is None:
@@ -133,7 +133,7 @@ class Manifest:
             return None
         return entry if size == entry.bytes else None
 
-    def publish(self, entry: Entry, temporary: Path) -> None:
+    def publish(self, entry: ManifestEntry, temporary: Path) -> None:
         """Gives a finished temporary file its name; raises StoreError."""
         final = self.folder / entry.file
         try:
@@ -147,7 +147,7 @@ class Manifest:
             raise StoreError(f"cannot write {final}: {error.strerror or error}") from error
 
     def temporary(self, file: str) -> Path:
-        """Where a file is written; no reader takes it for one of its own."""
+        """Where a file is written before it gets its name: under a hidden one, which no trainer reads."""
         return self.folder / f".{file}{_TEMPORARY}"
 
     def close(self) -> None:
@@ -159,12 +159,12 @@ class Manifest:
         finally:
             os.close(self._folder_fd)
 
-    def _previous(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def _previous(self) -> dict[str, ManifestEntry]:
+        entries: dict[str, ManifestEntry] = {}
         for description, found in _written(self.folder):
             _refuse_another(self.folder, description, self.description)
             entries |= {entry.file: entry for entry in found}
-        # A link whose shard has gone is this command's own file all the same.
+        # A symbolic link to a shard that has gone does not "exist", and this command made it all the same.
         return {name: entry for name, entry in entries.items() if os.path.lexists(self.folder / name)}
 
     def _refuse_strangers(self, suffix: str) -> None:
@@ -186,7 +186,7 @@ class Manifest:
         return (self.folder / _JOURNAL).open("wb")
 
 
-def read_manifest(folder: Path) -> tuple[Description, dict[str, Entry]]:
+def read_manifest(folder: Path) -> tuple[Description, dict[str, ManifestEntry]]:
     """What a folder says of itself, also after a crash; raises SettingsError where there is no export."""
     written = list(_written(folder))
     if not written:
@@ -194,7 +194,7 @@ def read_manifest(folder: Path) -> tuple[Description, dict[str, Entry]]:
     return written[0][0], {entry.file: entry for _, entries in written for entry in entries}
 
 
-def _written(folder: Path) -> Iterator[tuple[Description, tuple[Entry, ...]]]:
+def _written(folder: Path) -> Iterator[tuple[Description, tuple[ManifestEntry, ...]]]:
     """`manifest.json`, then the entries of a run that did not end."""
     try:
         whole = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Written)
@@ -205,7 +205,7 @@ def _written(folder: Path) -> Iterator[tuple[Description, tuple[Entry, ...]]]:
     yield whole.description, whole.files
     with contextlib.suppress(FileNotFoundError):
         lines = (folder / _JOURNAL).read_bytes().split(b"\n")
-        yield whole.description, tuple(msgspec.json.decode(line, type=Entry) for line in lines[:-1])
+        yield whole.description, tuple(msgspec.json.decode(line, type=ManifestEntry) for line in lines[:-1])
 
 
 def _refuse_another(folder: Path, there: Description, wanted: Description) -> None:
@@ -232,7 +232,7 @@ def _taken(folder: Path) -> int:
     return fd
 
 
-def _encoded(description: Description, entries: Mapping[str, Entry]) -> bytes:
+def _encoded(description: Description, entries: Mapping[str, ManifestEntry]) -> bytes:
     ordered = sorted(entries.values(), key=lambda entry: (entry.row is None, entry.row or 0, entry.file))
     value = msgspec.to_builtins(_Written(description, tuple(ordered)))
     return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"

@@ -17,6 +17,7 @@ from typing import Any
 
 from hsconnector.errors import SettingsError, UnsupportedError
 from hsconnector.formats.checkpoint import Checkpoint
+from hsconnector.reference.model import NORM_NAMES
 
 __all__ = ["MODEL_TYPES", "FinalNorm", "NormKind", "load_norm"]
 
@@ -56,7 +57,6 @@ MODEL_TYPES: Mapping[str, NormKind] = {
 """The `model_type` of a checkpoint's `config.json` (of its `text_config`, where it has one)."""
 
 _EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _PREFIXES = (
     "",
     "model.",
@@ -145,12 +145,13 @@ def _kind(model_type: str, name: str) -> NormKind:
 
 
 def _weight_name(checkpoint: Checkpoint) -> str:
-    names = [f"{prefix}{name}.weight" for prefix in _PREFIXES for name in _NAMES]
+    names = [f"{prefix}{name}.weight" for prefix in _PREFIXES for name in NORM_NAMES]
     found = [name for name in names if name in checkpoint.tensors]
     if len(found) != 1:
         what = f"several tensors that may be its final norm: {', '.join(found)}" if found else "no final norm"
         raise UnsupportedError(
-            f"{checkpoint.name} has {what}; known are {', '.join(_NAMES)}, alone or under {', '.join(_PREFIXES[1:])}"
+            f"{checkpoint.name} has {what}; known are {', '.join(NORM_NAMES)}, "
+            f"alone or under {', '.join(_PREFIXES[1:])}"
         )
     return found[0]
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hsconnector.capture.layers import parse_layer_ids, slot_name
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.sources import Listing, Source
 from hsconnector.errors import CaptureNotFound, SettingsError
-from hsconnector.formats.jobs import Jobs, Problem, common_identity, make_jobs
+from hsconnector.formats.assignment import Assignments, Problem, assign, common_identity
 from hsconnector.formats.manifest import Description
 from hsconnector.formats.norm import FinalNorm, NormKind, load_norm
 from hsconnector.formats.sample import Format, Layers
 from hsconnector.prompts.labels import DataRow, read_rows
 
-__all__ = ["Prepared", "Request", "prepare"]
+__all__ = ["ExportRequest", "Prepared", "prepare"]
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What a person asks for; an empty field does not restrict."""
 
     format: Format
@@ -43,12 +43,12 @@ class Prepared:
     description: Description
     layers: Layers
     norm: FinalNorm | None
-    jobs: Jobs
+    assignments: Assignments
     masked: bool
     """Whether the loss masks are a data set's; else every token counts."""
 
 
-def prepare(request: Request, source: Source) -> Prepared:
+def prepare(request: ExportRequest, source: Source) -> Prepared:
     """Raises SettingsError, UnsupportedError, CaptureNotFound and what the source raises."""
     listing = source.list(dataset=request.dataset, ids=request.ids)
     if not listing.ready:
@@ -57,10 +57,10 @@ def prepare(request: Request, source: Source) -> Prepared:
     layers = request.format.choose(_layer_ids(request, listing.ready), first.num_layers)
     norm = _norm(request, first) if request.format.post_norm else None
     rows, masked = _rows(request, first, listing)
-    jobs = make_jobs(request.format, listing, rows)
+    found = assign(request.format, listing, rows)
     unknown = tuple(Problem(name, f"is not known in {source.name}") for name in _unknown(request.ids, listing))
-    jobs = Jobs(jobs.jobs, (*jobs.problems, *unknown), jobs.repeated, jobs.unused)
-    return Prepared(_description(request.format, first, layers, norm), layers, norm, jobs, masked)
+    assignments = replace(found, problems=(*found.problems, *unknown))
+    return Prepared(_description(request.format, first, layers, norm), layers, norm, assignments, masked)
 
 
 def _nothing(listing: Listing, name: str) -> str:
@@ -68,7 +68,7 @@ def _nothing(listing: Listing, name: str) -> str:
     return f"nothing to export in {name}" + (f": {reasons}" if reasons else "")
 
 
-def _layer_ids(request: Request, records: Sequence[CaptureRecord]) -> tuple[int, ...]:
+def _layer_ids(request: ExportRequest, records: Sequence[CaptureRecord]) -> tuple[int, ...]:
     first = records[0]
     if request.layers:
         return parse_layer_ids(request.layers, first.num_layers)
@@ -81,12 +81,12 @@ def _layer_ids(request: Request, records: Sequence[CaptureRecord]) -> tuple[int,
     return first.layer_ids
 
 
-def _norm(request: Request, first: CaptureRecord) -> FinalNorm:
+def _norm(request: ExportRequest, first: CaptureRecord) -> FinalNorm:
     revision = "" if request.model else first.model_revision
     return load_norm(request.model or first.model, revision=revision, kind=request.norm, hidden_size=first.hidden_size)
 
 
-def _rows(request: Request, first: CaptureRecord, listing: Listing) -> tuple[list[DataRow] | None, bool]:
+def _rows(request: ExportRequest, first: CaptureRecord, listing: Listing) -> tuple[list[DataRow] | None, bool]:
     if request.data is None:
         return None, False
     rows, masked = read_rows(request.data, first.content.hash_of)

@@ -19,9 +19,9 @@ class Layers:
     """Which layers of a capture a file holds, in vLLM's counting."""
 
     aux: tuple[int, ...]
-    """Ascending; what the drafter reads."""
+    """Ascending; the states that the drafter reads."""
     last: int | None
-    """N, what the LM head's output is computed from; None where the format has no place for it."""
+    """N, the states that the final norm and the LM head turn into the target; None where the format leaves it out."""
     num_layers: int
 
     @property
@@ -66,7 +66,9 @@ class Format(Protocol):
     post_norm: bool
     """Whether the last layer is stored after the final norm."""
     has_mask: bool
-    """Whether the files hold the loss mask."""
+    """Whether the files hold the loss mask; else the trainer takes it from its data set."""
+    is_shard: bool
+    """Whether a file is a whole shard, so that a shard with exactly these layers may be linked instead of written."""
     needs_row: bool
     """Whether the file name is the data set's row index."""
 

@@ -33,6 +33,7 @@ class _SpecForge:
     suffix = ".ckpt"
     post_norm = True
     has_mask = True
+    is_shard = False
     needs_row = False
     aux_name = "hidden_states"
     last_name = ""

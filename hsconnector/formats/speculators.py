@@ -27,6 +27,7 @@ class Speculators:
     suffix = ".safetensors"
     post_norm = False
     has_mask = False
+    is_shard = True
     needs_row = True
 
     def choose(self, layer_ids: tuple[int, ...], num_layers: int) -> Layers:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -28,22 +28,30 @@ from hsconnector.capture.layers import parse_layer_ids
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
-from hsconnector.client import DEFAULT_URL, Client
+from hsconnector.client import DEFAULT_SIDECAR, Client
+from hsconnector.client.address import default_sidecar
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 
-__all__ = ["NAME", "SidecarBackend", "SidecarTransfer", "Source", "register"]
+__all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register"]
 
 NAME = "hsconnector"
 
 log = logging.getLogger("speculators.hsconnector")
 
+_TRAIN_OPTIONS = (
+    ("--hsc-model", "", "The model as the engine names it; default: the verifier."),
+    ("--hsc-revision", "", "The revision the engine was started with."),
+    ("--hsc-layers", "", "The layers the engine captures, if more than are trained on."),
+    ("--hsc-lora", "", "The adapter that was captured."),
+    ("--hsc-wait", 120.0, "Seconds to wait for a capture or a restarting sidecar."),
+)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Source:
+class RunSettings:
     """Where captures come from and which ones; plain data, so that spawned workers get it too."""
 
     data_path: str
@@ -53,7 +61,7 @@ class Source:
     layers: TargetLayers
     captured: tuple[int, ...]
     """The layer ids the engine captured, ascending; part of the content hash."""
-    url: str = DEFAULT_URL
+    url: str = DEFAULT_SIDECAR
     revision: str = ""
     lora: str = ""
     wait_s: float = 120.0
@@ -65,22 +73,22 @@ class Source:
 class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     """Samples from one sidecar. Travels pickled to data-loading workers, each of which opens its own connection."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
         self._client: Client | None = None
         self._rows: Any = None
         self._hinted = False
 
-    def __getstate__(self) -> Source:
-        return self.source
+    def __getstate__(self) -> RunSettings:
+        return self.settings
 
-    def __setstate__(self, source: Source) -> None:
-        self.__init__(source)  # type: ignore[misc]
+    def __setstate__(self, settings: RunSettings) -> None:
+        self.__init__(settings)  # type: ignore[misc]
 
     def setup(self) -> None:
         """Opens the connection; called again, does nothing."""
         if self._client is None:
-            self._client = Client(self.source.url)
+            self._client = Client(self.settings.url)
 
     def close(self) -> None:
         """Closes the connection; the trainer leaves that to the end of its processes."""
@@ -113,47 +121,47 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         """
         handle = hs_transfer_params.get("handle") or hs_transfer_params.get("hidden_states_path") or ""
         capture_id = hs_transfer_params.get("capture_id") or capture_id_of(handle)
-        wait = self.source.wait_s
+        wait = self.settings.wait_s
         try:
             return self._sample(self._patiently(lambda client: client.wait(capture_id, wait)))
         except CaptureNotFound as error:
             raise SettingsError(
-                f"the sidecar at {self.source.url} has not heard of capture {capture_id} within {wait:g} s, the "
-                f"engine's answer says {handle}: name this engine's sidecar in --hsc-url"
+                f"the sidecar at {self.settings.url} has not heard of capture {capture_id} within {wait:g} s, the "
+                f"engine's answer says {handle}: name this engine's sidecar in --sidecar"
             ) from error
 
     def delete(self, handle: str) -> None:
         """The trainer has the sample in memory: its capture is removed, unless captures are to be kept."""
         capture_id = capture_id_of(handle)
-        if not self.source.keep:
+        if not self.settings.keep:
             self._patiently(lambda client: client.delete(capture_id))
 
     def content_hash(self, row: int) -> str:
         """What a capture of this row's tokens is found by."""
-        source = self.source
-        content = Content(source.model, source.revision, source.captured, source.lora)
+        settings = self.settings
+        content = Content(settings.model, settings.revision, settings.captured, settings.lora)
         return content.hash_of(self._token_ids(row))
 
     def _token_ids(self, row: int) -> bytes:
         if self._rows is None:
             from datasets import load_from_disk
 
-            self._rows = load_from_disk(self.source.data_path).with_format("numpy", columns=["input_ids"])
+            self._rows = load_from_disk(self.settings.data_path).with_format("numpy", columns=["input_ids"])
         return bytes(self._rows[row]["input_ids"].astype("<i8").tobytes())
 
     def _sample(self, record: CaptureRecord) -> dict[str, torch.Tensor]:
-        source, name = self.source, f"capture {record.capture_id}"
+        settings, name = self.settings, f"capture {record.capture_id}"
         if record.state is CaptureState.READY:
-            _check_model(name, record.model, source.model)
-            source.layers.check(name, record.layer_ids, record.num_layers)
-        layers = None if record.layer_ids == source.layers.captured else source.layers.captured
+            _check_model(name, record.model, settings.model)
+            settings.layers.check(name, record.layer_ids, record.num_layers)
+        layers = None if record.layer_ids == settings.layers.captured else settings.layers.captured
         capture = self._patiently(lambda client: client.fetch(record, layers=layers))
         _check_norm(name, capture)
-        return {"hidden_states": source.layers.of(capture), "token_ids": capture.token_ids}
+        return {"hidden_states": settings.layers.of(capture), "token_ids": capture.token_ids}
 
     def _patiently(self, ask: Callable[[Client], _T]) -> _T:
         """A call to a sidecar that may be restarting."""
-        deadline, pause = time.monotonic() + self.source.wait_s, _FIRST_PAUSE_S
+        deadline, pause = time.monotonic() + self.settings.wait_s, _FIRST_PAUSE_S
         while True:
             self.setup()
             try:
@@ -170,17 +178,17 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         if self._hinted:
             return
         self._hinted = True
-        source = self.source
+        settings = self.settings
         found = self._patiently(lambda client: next(client.captures(page_size=1, state=CaptureState.READY), None))
         if found is None:
-            log.info("the sidecar at %s holds no captures yet", source.url)
+            log.info("the sidecar at %s holds no captures yet", settings.url)
             return
-        wanted = (source.model, source.revision, source.captured, source.lora)
+        wanted = (settings.model, settings.revision, settings.captured, settings.lora)
         if (found.model, found.model_revision, found.layer_ids, found.lora) != wanted:
             log.warning(
                 "row %d is not stored under model %r, revision %r, layers %s, adapter %r; the newest capture at %s has "
                 "%r, %r, %s, %r: set --hsc-model, --hsc-revision, --hsc-layers or --hsc-lora if that is what you want",
-                *(row, source.model, source.revision, list(source.captured), source.lora, source.url),
+                *(row, settings.model, settings.revision, list(settings.captured), settings.lora, settings.url),
                 *(found.model, found.model_revision, list(found.layer_ids), found.lora),
             )
 
@@ -191,18 +199,9 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
         """The options of `speculators train`."""
-        parser.add_argument("--hsc-url", type=str, default=DEFAULT_URL, help="The sidecar: http://... or unix:///...")
-        parser.add_argument(
-            "--hsc-model", type=str, default="", help="The model as the engine names it; default: the verifier."
-        )
-        parser.add_argument("--hsc-revision", type=str, default="", help="The revision the engine was started with.")
-        parser.add_argument(
-            "--hsc-layers", type=str, default="", help="The layers the engine captures, if more than are trained on."
-        )
-        parser.add_argument("--hsc-lora", type=str, default="", help="The adapter that was captured.")
-        parser.add_argument(
-            "--hsc-wait", type=float, default=120.0, help="Seconds to wait for a capture or a restarting sidecar."
-        )
+        _add_sidecar(parser)
+        for name, default, help in _TRAIN_OPTIONS:
+            parser.add_argument(name, type=type(default), default=default, help=help)
         parser.add_argument(
             "--hsc-keep",
             type=str,
@@ -214,7 +213,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
         """The options of their launch script."""
-        parser.add_argument("--hsc-url", type=str, default=DEFAULT_URL, help="The sidecar: http://... or unix:///...")
+        _add_sidecar(parser)
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> SidecarTransfer:
@@ -225,12 +224,12 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
             captured = parse_layer_ids(args.hsc_layers, layers.last, option="--hsc-layers")
         layers.check("an engine started with --hsc-layers", captured, layers.last)
         return SidecarTransfer(
-            Source(
+            RunSettings(
                 data_path=data_path,
                 model=args.hsc_model or args.verifier_name_or_path,
                 layers=layers,
                 captured=captured,
-                url=args.hsc_url,
+                url=_sidecar(args),
                 revision=args.hsc_revision,
                 lora=args.hsc_lora,
                 wait_s=args.hsc_wait,
@@ -245,7 +244,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "hsconnector.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"sidecar": args.hsc_url},
+            "kv_connector_extra_config": {"sidecar": _sidecar(args)},
         }
 
 
@@ -255,12 +254,36 @@ def register() -> None:
         HiddenStatesBackend.register(NAME)(SidecarBackend)
 
 
+def load_trainer() -> Callable[[Sequence[str]], None]:
+    """What runs `speculators train` with these arguments, our backend among its own; raises ModuleNotFoundError."""
+    register()
+    from speculators.train.cli import main
+    from speculators.train.config import TrainConfig
+
+    return lambda arguments: main(TrainConfig.resolve(list(arguments)))
+
+
 def capture_id_of(handle: str) -> str:
     """The capture that a handle, or the path of its shard, names; raises SettingsError."""
     name = PurePosixPath(urlsplit(handle).path).name.removesuffix(".safetensors")
     if not is_capture_id(name):
         raise SettingsError(f"{handle!r} is no handle of hsconnector: does the engine use its connector?")
     return name
+
+
+def _add_sidecar(parser: argparse.ArgumentParser) -> None:
+    """`--sidecar`, and its name in earlier versions, which no help shows."""
+    parser.add_argument(
+        "--sidecar",
+        type=str,
+        default="",
+        help=f"Where `hsconnector serve` listens, http://... or unix:///...; else HSC_SIDECAR, else {DEFAULT_SIDECAR}.",
+    )
+    parser.add_argument("--hsc-url", type=str, default="", help=argparse.SUPPRESS)
+
+
+def _sidecar(args: argparse.Namespace) -> str:
+    return str(args.sidecar or args.hsc_url or default_sidecar())
 
 
 def _newest(client: Client, digest: str) -> CaptureRecord | None:

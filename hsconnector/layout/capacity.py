@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hsconnector.layout.granularity import common_multiple
 from hsconnector.layout.specs import (
     ChunkedLocal,
     Group,
@@ -32,11 +31,8 @@ class Capacity:
     requests: float | None = None
 
 
-def pool_bytes_per_block(groups: Sequence[Group], *, block_outermost: bool = False) -> int:
+def pool_bytes_per_block(groups: Sequence[Group]) -> int:
     """Bytes of one block over all layers of the widest group; all groups draw their blocks from one pool."""
-    if block_outermost:
-        alignment = common_multiple([spec.stride_alignment_bytes for group in groups for _, spec in group.members])
-        return round_up(max(group.page_bytes for group in groups), alignment)
     return max(
         sum(round_up(spec.page_size_bytes, spec.stride_alignment_bytes) for _, spec in group.members)
         for group in groups
@@ -55,11 +51,10 @@ def capacity(
     *,
     max_model_len: int,
     in_flight_tokens: int,
-    block_outermost: bool = False,
     memory: int | None = None,
 ) -> Capacity:
     """What one rank's cache holds, for requests of the full length. `memory` is in bytes a rank."""
-    per_block = pool_bytes_per_block(groups, block_outermost=block_outermost)
+    per_block = pool_bytes_per_block(groups)
     per_request = blocks_per_request(groups, max_model_len, in_flight_tokens)
     plain = Capacity(per_block, per_request, per_block * per_request / max_model_len)
     if memory is None:

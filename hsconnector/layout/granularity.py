@@ -14,7 +14,6 @@ __all__ = [
     "check_granularity",
     "common_divisor",
     "common_multiple",
-    "global_block_size",
     "resolve_block_sizes",
 ]
 
@@ -36,41 +35,17 @@ def common_multiple(block_sizes: Sequence[int]) -> int:
     return lcm(*block_sizes)
 
 
-def global_block_size(groups: Sequence[Group]) -> int:
-    """What the engine core writes over `cache_config.block_size` once the groups stand: their smallest block size.
-
-    The workers keep the value from before, so the two sides of a connector see different ones.
-    """
-    cacheable = [group.spec.block_size for group in groups if group.spec.prefix_cacheable]
-    return min(cacheable or [group.spec.block_size for group in groups])
-
-
-def resolve_block_sizes(
-    groups: Sequence[Group],
-    *,
-    prefix_caching: bool,
-    connector: bool = True,
-    prefix_match_unit: int | None = None,
-) -> BlockSizes:
-    """Scheduler, hash and hit block sizes (vllm#51108, `resolve_kv_cache_block_sizes`).
+def resolve_block_sizes(groups: Sequence[Group], *, prefix_caching: bool) -> BlockSizes:
+    """Scheduler, hash and hit block sizes of an engine with a connector (vllm#51108, `resolve_kv_cache_block_sizes`).
 
     One group: its own block size. Several: the scheduler takes the lcm, hashes the gcd. Hashing falls back to the lcm
-    where it is not used and where a Mamba group's cache mode is not "align". Raises LayoutError where the engine does.
+    where a Mamba group's cache mode is not "align". Raises LayoutError where the engine does.
     """
     sizes = [group.spec.block_size for group in groups]
-    hashing = prefix_caching or connector
-    if len(groups) <= 1:
-        return _single(sizes, hashing, prefix_match_unit)
     scheduler = common_multiple(sizes)
-    if not hashing or _has_unaligned_mamba(groups):
+    if len(groups) <= 1 or _has_unaligned_mamba(groups):
         return BlockSizes(scheduler, scheduler, scheduler)
-    hashed = [group.spec.block_size for group in groups if group.spec.prefix_cacheable] or sizes
-    unit = prefix_match_unit or common_divisor(hashed)
-    if any(size % unit for size in hashed):
-        raise LayoutError(
-            f"--prefix-match-unit {unit} does not divide the groups' block sizes {_listed(hashed)}; "
-            f"take a divisor of {common_divisor(hashed)} or leave it out"
-        )
+    unit = common_divisor([group.spec.block_size for group in groups if group.spec.prefix_cacheable] or sizes)
     fine = _mamba_allows_fine_hits(groups, unit)
     _check_compression(groups, unit if fine else scheduler, unit)
     fine = fine and prefix_caching and not _blocks_fine_hits(groups, unit)
@@ -104,13 +79,6 @@ def check_granularity(groups: Sequence[Group], sizes: BlockSizes, *, prefix_cach
             f"not divide {torn[0]}, so the engine stops at start. Take --mamba-cache-mode align, or "
             "--no-enable-prefix-caching"
         )
-
-
-def _single(sizes: Sequence[int], hashing: bool, prefix_match_unit: int | None) -> BlockSizes:
-    size = sizes[0] if sizes else 1
-    if sizes and hashing and prefix_match_unit not in (None, size):
-        raise LayoutError(f"--prefix-match-unit {prefix_match_unit} is not the block size {size} of the only group")
-    return BlockSizes(size, size, size)
 
 
 def _has_unaligned_mamba(groups: Sequence[Group]) -> bool:

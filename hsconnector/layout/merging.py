@@ -26,12 +26,12 @@ class Unmergeable(LayoutError):
     """These specs cannot be one spec; the engine tries something else."""
 
 
-def merge(specs: Sequence[Spec], into: type[Spec] | None = None) -> Spec:
-    """One spec for layers of one group, of the type `into` (the first spec's by default).
+def merge(specs: Sequence[Spec]) -> Spec:
+    """One spec for layers of one group, of the first one's type.
 
     Raises Unmergeable where vLLM's assertion fails, and LayoutError for two windows, which vLLM lets end the start.
     """
-    cls = into or type(specs[0])
+    cls = type(specs[0])
     if issubclass(cls, MLA):
         return _merge_mla(cls, specs)
     if issubclass(cls, FullAttention):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hsconnector.errors import SettingsError
-from hsconnector.layout.architectures import WITH_HIDDEN_STATES, WITHOUT_HIDDEN_STATES
 from hsconnector.layout.specs import ceil_div
+from hsconnector.vllm_facts import WITH_HIDDEN_STATES, WITHOUT_HIDDEN_STATES
 
 __all__ = ["AttentionLayer", "LatentLayer", "Layer", "Model", "StateLayer", "read_config", "read_model"]
 

@@ -8,19 +8,16 @@ from dataclasses import dataclass, replace
 from hsconnector.capture.layers import LayerChoice, slot_name, trainer_counting
 from hsconnector.errors import LayoutError
 from hsconnector.layout.capacity import Capacity, capacity
-from hsconnector.layout.defects import Circumstances, Defect, biting, parse_version
+from hsconnector.layout.defects import Circumstances, biting
 from hsconnector.layout.granularity import BlockSizes, check_granularity, resolve_block_sizes
 from hsconnector.layout.locate import HiddenGroup, locate_hidden_group
 from hsconnector.layout.models import Model
 from hsconnector.layout.rules import Grouping, form_groups
 from hsconnector.layout.serving import CacheSpecs, Serving, cache_specs, pipeline_stages
 from hsconnector.layout.specs import Composite, Group, HiddenState, Spec, dtype_bytes
+from hsconnector.vllm_facts import RULES_VERSION, Defect, parse_version, too_old
 
-__all__ = ["ENGINE_VERSION", "FLOOR_VERSION", "GroupReport", "Plan", "StorageReport", "make_plan"]
-
-ENGINE_VERSION = "0.32.0"
-"""The engine whose rules these are."""
-FLOOR_VERSION = (0, 28)
+__all__ = ["GroupReport", "Plan", "StorageReport", "make_plan"]
 
 SHARD_HEADER_BYTES = 2_048
 """What a shard's header takes, about; the rest of a shard is rows and token ids."""
@@ -107,7 +104,7 @@ def make_plan(
     *,
     kv_memory: int | None = None,
     tokens: int | None = None,
-    version: str = ENGINE_VERSION,
+    version: str = RULES_VERSION,
 ) -> Plan:
     """The whole report. `kv_memory` is bytes of KV cache a rank, `tokens` the size of a data set.
 
@@ -125,7 +122,7 @@ def make_plan(
 
 def _planned(plan: Plan, specs: CacheSpecs, plain: CacheSpecs, memory: int | None, version: tuple[int, ...]) -> Plan:
     serving = plan.serving
-    grouping = Grouping(block_outermost=serving.block_outermost, hybrid_manager=serving.hybrid_manager)
+    grouping = Grouping(hybrid_manager=serving.hybrid_manager)
     groups = form_groups(specs.extracting, grouping)
     before = form_groups(plain.target, grouping)
     engine = form_groups(specs.extracting, replace(grouping, as_engine=True))
@@ -164,15 +161,11 @@ def _planned(plan: Plan, specs: CacheSpecs, plain: CacheSpecs, memory: int | Non
 
 
 def _check_engine(model: Model, version: str) -> None:
-    found = parse_version(version)
-    if found < FLOOR_VERSION:
-        raise LayoutError(
-            f"vLLM {version} does not support extract_hidden_states the way this connector reads it; "
-            f"need >= {'.'.join(map(str, FLOOR_VERSION))}"
-        )
+    if (reason := too_old(version)) is not None:
+        raise LayoutError(reason)
     if not model.hands_out_hidden_states:
         raise LayoutError(
-            f"{model.architecture} hands out no hidden states in vLLM {ENGINE_VERSION} (it lacks SupportsEagle3); "
+            f"{model.architecture} hands out no hidden states in vLLM {RULES_VERSION} (it lacks SupportsEagle3); "
             "--model-impl transformers may serve it with them"
         )
 
@@ -181,7 +174,7 @@ def _refusal(plan: Plan, engine: Sequence[Group]) -> str | None:
     """The first reason for which the engine would not start, or not serve one request of the full length."""
     serving, sizes, held = plan.serving, plan.block_sizes, plan.with_extraction
     pages = sorted({group.spec.page_size_bytes for group in engine})
-    if len(engine) > 1 and len(pages) > 1 and not serving.block_outermost:
+    if len(engine) > 1 and len(pages) > 1:
         return (
             f"the engine's groups would have pages of {', '.join(f'{page:,}' for page in pages)} bytes, which its "
             "layout cannot express (a Mamba page does not grow with a hidden row)"
@@ -220,7 +213,6 @@ def _capacity(plan: Plan, specs: CacheSpecs, groups: Sequence[Group], memory: in
             _on_stage(groups, specs, stage, last=index == len(stages) - 1),
             max_model_len=specs.max_model_len,
             in_flight_tokens=plan.serving.in_flight_tokens,
-            block_outermost=plan.serving.block_outermost,
             memory=memory,
         )
         for index, stage in enumerate(stages)

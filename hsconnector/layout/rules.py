@@ -2,6 +2,10 @@
 
 Each rule names the vLLM pull request that it comes from. The functions take and give specs of ours, so a geometry can
 be asked about before a GPU is taken. `tests/layout/test_against_vllm.py` compares them with the installed engine.
+
+The rules are those of KV-cache layouts that keep layers apart. The ones that pack pages of several sizes into a block
+(`VLLM_KV_CACHE_LAYOUT=BLHNC`, or an attention backend that takes no other, such as DeepSeek-V4's indexer) cannot be
+planned.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from dataclasses import dataclass, replace
 from hsconnector.errors import LayoutError
 from hsconnector.layout.granularity import common_divisor
 from hsconnector.layout.merging import composite_of, is_uniform_spec, merge
-from hsconnector.layout.packed import packed_groups
 from hsconnector.layout.promote import full_allocation_groups, unify_hybrid
 from hsconnector.layout.specs import MLA, Attention, Composite, Group, HiddenState, Mamba, Spec, ceil_div
 
@@ -34,12 +37,11 @@ __all__ = [
 class Grouping:
     """What besides the specs decides about groups.
 
-    `block_outermost`: the packed layout. `hybrid_manager`: False with `--disable-hybrid-kv-cache-manager`.
+    `hybrid_manager`: False with `--disable-hybrid-kv-cache-manager`.
     `split_threshold`: where the largest kind has fewer layers than this many times the smallest, the larger count is
-    the group size (vllm#36684; it was 1.25). `as_engine`: leave undone what vLLM 0.32.0 leaves undone.
+    the group size (vllm#36684; it was 1.25). `as_engine`: scale only the pages that vLLM 0.32.0 scales.
     """
 
-    block_outermost: bool = False
     hybrid_manager: bool = True
     split_threshold: float = 1.5
     as_engine: bool = False
@@ -68,9 +70,6 @@ def form_groups(specs: Mapping[str, Spec], grouping: Grouping | None = None) -> 
 
     hidden = {name: spec for name, spec in specs.items() if isinstance(spec, HiddenState)}
     target = {name: spec for name, spec in specs.items() if name not in hidden}
-    packed = packed_groups(target) if grouping.block_outermost else None
-    if packed is not None:
-        return packed + tuple(Group((name,), spec) for name, spec in hidden.items())
     try:
         target = unify_pages(target)
     except PageMismatch:

@@ -20,6 +20,7 @@ from hsconnector.layout.specs import (
     ceil_div,
     dtype_bytes,
 )
+from hsconnector.vllm_facts import HIDDEN_LAYER
 
 __all__ = ["DEVICES", "KV_DTYPES", "CacheSpecs", "Serving", "cache_specs", "pipeline_stages"]
 
@@ -47,7 +48,6 @@ class Serving:
     max_model_len: int | None = None
     prefix_caching: bool = True
     hybrid_manager: bool = True
-    block_outermost: bool = False
     device: str = "cuda"
     max_batched_tokens: int = 8_192
 
@@ -100,7 +100,7 @@ def cache_specs(model: Model, serving: Serving, num_slots: int, *, speculative_t
             head_size=model.hidden_size,
             dtype=_hidden_dtype(model, serving),
         ),
-        hidden_name=f"cache_only_layers.{model.num_layers}",
+        hidden_name=f"{HIDDEN_LAYER}.{model.num_layers}",
         block_size=block_size,
         asked_block_size=asked,
         why_block_size=why or why_asked,

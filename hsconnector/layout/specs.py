@@ -387,11 +387,6 @@ class Group:
             return self.spec.layers
         return tuple((name, self.spec) for name in self.layer_names)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block over all layers of the group."""
-        return sum(spec.page_size_bytes for _, spec in self.members)
-
 
 def layer_specs(spec: Spec) -> Sequence[Spec]:
     """The per-layer specs that a group's spec covers."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from hsconnector.errors import SettingsError, UnsupportedError
-from hsconnector.prompts.prompt import Row, RowRefused
+from hsconnector.prompts.row import Row, RowRefused, without_nulls
 
 __all__ = ["Rows", "import_datasets", "open_rows"]
 
@@ -117,7 +117,7 @@ def _parquet(path: Path) -> Rows:
     def read() -> Iterator[Row]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH):
-                yield from batch.to_pylist()
+                yield from map(without_nulls, batch.to_pylist())
 
     return Rows(count, read)
 
@@ -135,7 +135,7 @@ def _arrow(load: Callable[[], Any], path: Path) -> Rows:
 
     def read() -> Iterator[Row]:
         for table in dataset.iter(_BATCH):
-            yield from table.to_pylist()
+            yield from map(without_nulls, table.to_pylist())
 
     return Rows(len(dataset), read)
 

@@ -9,13 +9,16 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hsconnector.capture.protocol import pack_token_ids
 from hsconnector.errors import SettingsError
+from hsconnector.prompts.encoded import Encoded
 from hsconnector.prompts.files import open_rows
-from hsconnector.prompts.prompt import Missing, Prompt, PromptReader, Row
+from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
+from hsconnector.prompts.row import Row, RowRefused
 
 __all__ = ["DataRow", "read_rows", "token_hash"]
 
@@ -71,9 +74,9 @@ def token_hash(token_ids: bytes) -> str:
 
 def _data_row(row: Row, index: int, content_hash: Callable[[bytes], str]) -> DataRow:
     named = isinstance(row, dict) and row.get("sample_id") not in (None, "")
-    prompt = PromptReader(id_field="sample_id" if named else "").read(row, index)
+    prompt = PromptReader(_not_encoded, "sample_id" if named else "").read(row, index)
     if isinstance(prompt, Missing):
-        return DataRow(index, prompt.sample_id, problem=_problem(prompt))
+        return DataRow(index, prompt.sample_id, problem=prompt.reason)
     packed = pack_token_ids(prompt.token_ids)
     return DataRow(
         row=index,
@@ -85,10 +88,10 @@ def _data_row(row: Row, index: int, content_hash: Callable[[bytes], str]) -> Dat
     )
 
 
-def _problem(missing: Missing) -> str:
-    if "--tokenizer" in missing.reason:
-        return "is a conversation: export reads input_ids and loss_mask, which `hsconnector extract` saves beside it"
-    return missing.reason
+def _not_encoded(conversation: Any, tools: Any) -> Encoded:
+    raise RowRefused(
+        "is a conversation: export reads input_ids and loss_mask, which `hsconnector extract` saves beside it"
+    )
 
 
 def _packed(prompt: Prompt) -> bytes:

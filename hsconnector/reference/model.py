@@ -16,9 +16,10 @@ from typing import Any
 
 from hsconnector.errors import SettingsError, UnsupportedError
 
-__all__ = ["ReferenceModel"]
+__all__ = ["NORM_NAMES", "ReferenceModel"]
 
-_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+"""What models call their final norm."""
 _LAYER_NAMES = ("layers", "h", "blocks")
 
 
@@ -37,12 +38,22 @@ class ReferenceModel:
         self._model = loaded.to(self.device).eval()
         self._decoder = _decoder(self._model)
         self._layers = _child(self._decoder, _LAYER_NAMES, self.name)
-        self._norm = _child(self._decoder, _NORM_NAMES, self.name)
+        self._norm = _child(self._decoder, NORM_NAMES, self.name)
 
     @property
     def num_layers(self) -> int:
         """Decoder layers, N: the layer id before the final norm."""
         return len(self._layers)
+
+    def refuse_foreign(self, what: str, *, num_layers: int | str, lora: str) -> None:
+        """Raises SettingsError where another model made `what`; an empty `num_layers` is not known."""
+        if num_layers and str(num_layers) != str(self.num_layers):
+            raise SettingsError(
+                f"{what} is of a model with {num_layers} layers, {self.name} has {self.num_layers}: "
+                "give its own checkpoint with --model"
+            )
+        if lora:
+            raise SettingsError(f"{what} ran with the adapter {lora}, which {self.name} alone has not")
 
     def states(self, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Any:
         """States `[T, L, H]` of one sequence, in this model's dtype, on the CPU; raises SettingsError."""

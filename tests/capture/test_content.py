@@ -10,7 +10,6 @@ import pytest
 from hsconnector.capture.content import Content, content_of
 from hsconnector.capture.protocol import CaptureInfo, CaptureState, Producer, pack_token_ids
 from hsconnector.capture.record import CaptureRecord, record_of
-from hsconnector.extraction.target import Target
 
 CONTENT = Content("org/Modèle", "abc", (2, 18, 36), "adapter", ("h1", "h2"))
 
@@ -52,7 +51,6 @@ def test_whoever_asks_means_the_same() -> None:
     info = CaptureInfo(capture_id="0" * 32, request_id="r", num_prompt_tokens=2, created=0.0, lora="l")
     content = content_of(producer, info)
     assert content == Content("m", "r", (1, 2), "l") == record_of(producer, info).content
-    assert Target("m", "r", (1, 2), "l").content_hash([5, 6]) == content.hash_of(pack_token_ids([5, 6]))
     pictured = CaptureInfo(capture_id="0" * 32, request_id="r", num_prompt_tokens=2, created=0.0, mm_hashes=("h",))
     assert content_of(producer, pictured).mm_hashes == ("h",)
     assert CaptureRecord(capture_id="0" * 32, state=CaptureState.READY).content == Content("", "", ())

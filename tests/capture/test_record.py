@@ -242,8 +242,8 @@ def test_metadata_that_cannot_be(name: str, value: str, complete: bool) -> None:
 
 FAIL_REASONS = (
     *("aborted", "stalled", "overflow", "sidecar_unreachable", "sidecar_restarted", "sidecar_refused", "engine_lost"),
-    *("engine_shutdown", "external_prefix", "cache_reset", "unsupported_request", "layout", "bad_request"),
-    *("bad_message", "unsound", "disk_full", "store_error", "consumed", "internal_error"),
+    *("engine_shutdown", "external_prefix", "cache_reset", "weights_changed", "unsupported_request"),
+    *("layout", "bad_request", "bad_message", "unsound", "disk_full", "store_error", "consumed", "internal_error"),
 )
 FINDINGS = ("non_finite", "zero_rows", "zero_slots", "constant_rows", "equal_slots", "wrong_content_hash")
 

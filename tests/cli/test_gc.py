@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("HSC_API_KEY", raising=False)
 
     def call(*arguments: object, url: str = "", code: int = 0) -> str:
-        monkeypatch.setenv("HSC_URL", url or "http://127.0.0.1:9")
+        monkeypatch.setenv("HSC_SIDECAR", url or "http://127.0.0.1:9")
         with pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in arguments])
         said = capsys.readouterr()
@@ -70,7 +70,7 @@ def test_ls(run: Run, sidecar: SidecarThread, captures: list[str]) -> None:
     assert [line.split()[0] for line in lines[1:]] == sorted(captures, reverse=True)
     assert "\\x1b[31m3" in lines[3]
     assert "quarantined" in lines[2]
-    chosen = run("ls", "--url", sidecar.url, "--dataset", "a", "--state", "ready", "--since", "1h", "--json")
+    chosen = run("ls", "--sidecar", sidecar.url, "--dataset", "a", "--state", "ready", "--since", "1h", "--json")
     assert [json.loads(line)["capture_id"] for line in chosen.splitlines()] == sorted(captures[:3], reverse=True)
     assert "no captures match" in run("ls", "--dataset", "c", url=sidecar.url)
     totals = json.loads(run("ls", "--totals", "--json", "--limit", 1, url=sidecar.url))
@@ -118,7 +118,7 @@ def test_gc_on_a_store_whose_sidecar_is_stopped(run: Run, sidecar: SidecarThread
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--url", "http://x", "--store", "y"], "both given"),
+        (["--sidecar", "http://x", "--store", "y"], "both given"),
         (["--store", "nowhere"], "is not a store"),
         (["--ttl", "soon"], "is no duration"),
         (["--max-bytes", "much"], "is no size"),
@@ -130,7 +130,7 @@ def test_gc_misused(run: Run, arguments: list[str], said: str) -> None:
 
 
 def test_ls_without_a_sidecar(run: Run) -> None:
-    assert "no sidecar answers" in run("ls", "--url", "http://127.0.0.1:9", code=1)
+    assert "no sidecar answers" in run("ls", "--sidecar", "http://127.0.0.1:9", code=1)
 
 
 def test_quantities() -> None:

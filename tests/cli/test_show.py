@@ -44,7 +44,7 @@ def test_one_capture_with_what_each_slot_holds(capsys: pytest.CaptureFixture[str
     with Client(feeder.url) as client:
         record = client.record(capture_id)
     for what in (capture_id, record.handle, "job", "chatcmpl-job-0badcafe"):
-        found = fields(shown(capsys, what, "--url", feeder.url))
+        found = fields(shown(capsys, what, "--sidecar", feeder.url))
         assert found["capture"] == capture_id and found["state"] == "ready" and found["verdict"] == "sound"
         assert found["hidden_states"] == "[4, 3, 16] float32"
         assert found["slot 0"].startswith("layer 0 (embed), mean norm ")
@@ -63,12 +63,12 @@ def test_several_captures_of_a_request_and_the_latest_are_lists(
     feeder.fail(failed, FailReason.STALLED)
 
     def listed(*arguments: str) -> list[str]:
-        return [line.split()[0] for line in shown(capsys, *arguments, "--url", feeder.url).splitlines()[1:]]
+        return [line.split()[0] for line in shown(capsys, *arguments, "--sidecar", feeder.url).splitlines()[1:]]
 
     assert listed("job") == [second, first]
     assert listed() == [failed, second, first]
     assert listed("--limit", "2") == [failed, second]
-    rows = [json.loads(line) for line in shown(capsys, "--json", "--url", feeder.url).splitlines()]
+    rows = [json.loads(line) for line in shown(capsys, "--json", "--sidecar", feeder.url).splitlines()]
     assert [(row["capture_id"], row["state"], row["reason"]) for row in rows] == [
         (failed, "failed", "stalled"),
         (second, "ready", None),
@@ -80,19 +80,19 @@ def test_unsound_and_failed_captures_say_why(capsys: pytest.CaptureFixture[str],
     zeros = STATES.clone()
     zeros[1] = 0
     unsound = feeder.capture(zeros, [1, 2, 3, 4])
-    assert fields(shown(capsys, unsound, "--url", feeder.url))["verdict"] == "unsound: zero_rows in rows [1]"
+    assert fields(shown(capsys, unsound, "--sidecar", feeder.url))["verdict"] == "unsound: zero_rows in rows [1]"
     failed = feeder.open(9)
     feeder.fail(failed, FailReason.ABORTED, "gone")
-    assert fields(shown(capsys, failed, "--url", feeder.url))["state"] == "failed: aborted gone"
+    assert fields(shown(capsys, failed, "--sidecar", feeder.url))["state"] == "failed: aborted gone"
 
 
 def test_texts_of_clients_do_not_reach_the_terminal_raw(capsys: pytest.CaptureFixture[str], feeder: Feeder) -> None:
     hostile = "\x1b[2J[red]x\n\u202e"
     capture_id = feeder.capture(STATES, [1, 2, 3, 4], sample_id=hostile)
     for arguments in ([capture_id], []):
-        text = shown(capsys, *arguments, "--url", feeder.url)
+        text = shown(capsys, *arguments, "--sidecar", feeder.url)
         assert "\x1b" not in text and "\u202e" not in text
-    assert r"\x1b[2J[red]x\n\u202e" in shown(capsys, capture_id, "--url", feeder.url)
+    assert r"\x1b[2J[red]x\n\u202e" in shown(capsys, capture_id, "--sidecar", feeder.url)
     assert plain("grüße 漢字") == "grüße 漢字"
 
 
@@ -117,13 +117,13 @@ def test_a_shard_file_needs_no_sidecar(capsys: pytest.CaptureFixture[str], tmp_p
 )
 def test_what_is_not_there(capsys: pytest.CaptureFixture[str], feeder: Feeder, what: str, code: int, says: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["show", what, "--url", feeder.url])
+        main(["show", what, "--sidecar", feeder.url])
     assert caught.value.code == code
     assert says in capsys.readouterr().err
 
 
 def test_bytes_are_readable() -> None:
-    assert [readable_bytes(n) for n in (0, 999, 1500, 2_000_000, 3.4e9, 5e13)] == [
+    assert [readable_bytes(n) for n in (0, 999, 1500, 2_000_000, 3_400_000_000, 50_000_000_000_000)] == [
         "0 B",
         "999 B",
         "1.5 kB",

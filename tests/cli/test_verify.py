@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hsconnector.reference.model.model import ReferenceModel
 
 from hsconnector.capture.shard import open_shard
 from hsconnector.cli import main
 from hsconnector.cli.verify import check, sentence
+from hsconnector.reference.model import ReferenceModel
 from tests.feeding import Feeder
 from tests.hugging_face import final_norm, reference_states
 from tests.models import LAYER_IDS, NUM_LAYERS, random_token_ids, tiny_qwen3
@@ -100,7 +100,7 @@ def one_element(model: Path, states: torch.Tensor) -> torch.Tensor:
         (one_element, 39, 3, 6, "in row 39, the other 39 rows match"),
     ],
 )
-def test_case_32_the_first_difference_is_named_and_explained(
+def test_the_first_difference_is_named_and_explained(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     model: Path,
@@ -162,12 +162,14 @@ def test_captures_of_a_sidecar(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, states: torch.Tensor
 ) -> None:
     running = start_sidecar(tmp_path / "store")
-    about = {"layer_ids": LAYER_IDS, "hidden_size": 256, "model": str(model), "num_layers": NUM_LAYERS}
+    about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": 256, "model": str(model), "num_layers": NUM_LAYERS}
     try:
         with Feeder(running.url, **about) as feeder:
             first, second = feeder.capture(states, TOKENS), feeder.capture(states, TOKENS)
-        assert [report["capture_id"] for report in verified(capsys, "--url", running.url)[1]] == [second, first]
-        code, (report,) = verified(capsys, first, "--url", running.url, "--dtype", "bfloat16", "--tolerance", "1e-4")
+        assert [report["capture_id"] for report in verified(capsys, "--sidecar", running.url)[1]] == [second, first]
+        code, (report,) = verified(
+            capsys, first, "--sidecar", running.url, "--dtype", "bfloat16", "--tolerance", "1e-4"
+        )
         assert code == 1 and report["capture_id"] == first
         assert "matches no layer" in report["diagnosis"]
     finally:

@@ -284,7 +284,7 @@ def test_what_is_no_handle_is_refused_before_anything_is_sent(text: str) -> None
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8190", "ftp://host", "http://"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(SettingsError, match="sidecar's address"):
+    with pytest.raises(SettingsError, match="an address is http://host:port"):
         Client(url)
 
 

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.connector.lab import Reader
 from tests.connector.network import Switch
 from tests.sidecar import SidecarThread, start_sidecar_with_shm
+
+if TYPE_CHECKING:
+    from tests.connector.lab import Reader
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +34,8 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarThread]
 
 @pytest.fixture
 def reader(sidecar: SidecarThread) -> Iterator[Reader]:
+    from tests.connector.lab import Reader  # which needs torch
+
     with Reader(sidecar.url) as made:
         yield made
 

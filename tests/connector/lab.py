@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load
 
 from hsconnector.capture.protocol import CaptureInfo, Producer, new_capture_id, pack_token_ids
+from hsconnector.connector.current import Current
 from hsconnector.connector.gather import Gather, gather_for
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
-from hsconnector.connector.transport import HttpTransport, InMemoryTransport, Transport
+from hsconnector.connector.transport import HttpTransport, Transport
 from hsconnector.connector.worker import Worker
 
 LAYERS, HIDDEN, BLOCK = (0, 2, 4), 32, 16
@@ -41,6 +43,21 @@ def producer(**fields: Any) -> Producer:
     return Producer(**{**about, **fields})
 
 
+def bounded(true: Callable[[], object], most: int = 2000) -> Iterator[int]:
+    """Counts turns until it is so; a loop that does not end is a failure and no wait."""
+    for count in range(most):
+        if true():
+            return
+        yield count
+    raise AssertionError(f"it had not come true after {most} turns")
+
+
+def ship(lab: Lab) -> None:
+    """Lets a sender that turns only when it is told to work until nothing is left."""
+    for _ in bounded(lambda: not lab.sender.pump() or lab.sender.idle, most=50_000):
+        pass
+
+
 class Lab:
     """One producer. `turn` is one engine step; `released` has what was reported, in order."""
 
@@ -52,6 +69,7 @@ class Lab:
         now: Callable[[], float] = time.monotonic,
         gather: Gather | None = None,
         locks: Any = None,
+        weights: Current | None = None,
         **settings: Any,
     ) -> None:
         self.settings = msgspec.structs.replace(
@@ -60,9 +78,7 @@ class Lab:
         generator = torch.Generator().manual_seed(7)
         self.cache = torch.rand(BLOCKS, BLOCK, len(LAYERS), HIDDEN, generator=generator)
         self.sender = Sender(producer(), self.settings, transport, now=now, locks=locks)
-        self.worker = Worker(
-            self.cache, BLOCK, gather or gather_for(self.cache, BLOCK), self.sender, self.settings, now=now
-        )
+        self.worker = Worker(gather or gather_for(self.cache, BLOCK), self.sender, weights=weights)
         self.released: list[str] = []
         self.tables: dict[str, tuple[int, ...]] = {}
         self.next = Step(0, BLOCK)

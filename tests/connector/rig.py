@@ -37,10 +37,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from hsconnector.capture.protocol import CaptureState, Producer, unpack_token_ids
 from hsconnector.connector.connector import HiddenStatesConnector, StepMetadata
 from hsconnector.connector.gather import gather_for
+from hsconnector.connector.memory_transport import InMemoryTransport, StoredCapture
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.transport import InMemoryTransport, StoredCapture
 from hsconnector.connector.worker import Worker
+from tests.connector.lab import bounded
 
 SLOTS, HIDDEN = 3, 2
 VOCAB = 5
@@ -166,14 +167,7 @@ class Rig:
             dtype="float32",
         )
         self.sender = Sender(producer, self.settings, self.transport, now=lambda: self.clock)
-        self.worker = Worker(
-            self.cache,
-            self.block_size,
-            gather_for(self.cache, self.block_size),
-            self.sender,
-            self.settings,
-            now=lambda: self.clock,
-        )
+        self.worker = Worker(gather_for(self.cache, self.block_size), self.sender)
         self.sender.pump()
         self.rows: dict[str, Row] = {}
         self.requests: dict[str, Request] = {}
@@ -230,7 +224,7 @@ class Rig:
     def pump(self) -> None:
         """Lets the sender work, unless the run withholds memory just now."""
         if self.random.random() >= self.held_back:
-            while self.sender.pump() and not self.sender.idle:
+            for _ in bounded(lambda: not self.sender.pump() or self.sender.idle):
                 pass
 
     def free_blocks(self) -> int:

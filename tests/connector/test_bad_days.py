@@ -17,7 +17,8 @@ import torch
 
 from hsconnector.capture.protocol import CaptureInfo
 from hsconnector.connector import sender as sender_module
-from hsconnector.connector.transport import HttpTransport, InMemoryTransport
+from hsconnector.connector.memory_transport import InMemoryTransport
+from hsconnector.connector.transport import HttpTransport
 from tests.connector.lab import LONG, Lab, Reader, running
 from tests.connector.network import BadSidecar, Behave, Switch, eventually, hang, reset, says, take_slowly
 from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process
@@ -120,7 +121,7 @@ class TestAway:
             finally:
                 process.resume()
             for info in caught:
-                lab.until(lambda info=info: reader.state(info) in ("failed", "ready"))
+                lab.until(lambda info=info: reader.state(info) in ("failed", "ready"))  # type: ignore[misc]
                 assert reader.reason(info) in ("sidecar_unreachable", "stalled")
             lab.until(lambda: lab.sender.stream is not None)
             later = lab.whole(LONG)

@@ -326,7 +326,7 @@ class TestEnded:
 
     def test_a_session(self) -> None:
         request = self.request(RequestStatus.FINISHED_ABORTED)
-        request.streaming_queue = []  # type: ignore[assignment]
+        request.streaming_queue = []
         made = ended(request)
         assert made.problem is not None
         assert made.problem[0] is FailReason.UNSUPPORTED_REQUEST
@@ -344,4 +344,4 @@ class TestEnded:
 
 
 def test_the_version_that_runs_us() -> None:
-    assert compat._minor(compat.vllm_version()) in compat.TESTED
+    assert untested() is None

@@ -15,8 +15,14 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+    supports_hma,
+)
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -188,7 +194,7 @@ class TestScheduler:
 
     def test_both_entry_points_agree(self, config: VllmConfig) -> None:
         """vllm#42620: a connector that supports hybrids is asked with all groups, another with the only one."""
-        answers = []
+        answers: list[tuple[Any, ...]] = []
         for ask in ("one", "all"):
             connector = scheduler_side(config)
             whole, half = request("whole"), request("half")
@@ -219,7 +225,7 @@ class TestScheduler:
         assert params is not None
         (failure,) = step_of(connector).failed
         assert failure.reason is FailReason.LAYOUT
-        assert "only the blocks of group 0" in failure.detail
+        assert failure.detail == "hidden states are in group 2, and only 1 groups' blocks were given"
 
     def test_tokens_that_another_connector_loads(self, config: VllmConfig) -> None:
         connector = scheduler_side(config)
@@ -240,8 +246,25 @@ class TestScheduler:
         item = request()
         step_of(connector, scheduled(item))
         assert connector.reset_cache() is True
-        assert step_of(connector).failed[0].reason is FailReason.CACHE_RESET
+        news = step_of(connector)
+        assert news.reset and news.failed[0].reason is FailReason.CACHE_RESET
         assert finish(connector, item)[0] is False
+
+    def test_an_emptied_prefix_cache_is_noticed_whoever_asked_for_it(self, config: VllmConfig) -> None:
+        """vLLM's own pool: a reset that fails leaves the cache as it is, though the connector is told to reset."""
+        pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+        connector = scheduler_side(config)
+        connector.bind_gpu_block_pool(pool)
+        assert step_of(connector).emptied
+        assert not step_of(connector).emptied
+        pool.reset_prefix_cache()
+        news = step_of(connector)
+        assert (news.emptied, news.reset) == (True, False)
+        pool.get_new_blocks(2)
+        assert pool.reset_prefix_cache() is False and connector.reset_cache() is True
+        news = step_of(connector)
+        assert (news.emptied, news.reset) == (False, True)
+        assert not step_of(connector).reset
 
     def test_a_bad_request_is_served(self, config: VllmConfig) -> None:
         connector = scheduler_side(config)
@@ -259,6 +282,81 @@ class TestScheduler:
 
 def broken(*args: Any, **kwargs: Any) -> Any:
     raise BOOM
+
+
+class Explosive:
+    """Stands where a part should be: whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise BOOM
+
+
+Call = Callable[[HiddenStatesConnector], object]
+HOOKS: dict[str, tuple[Call, object]] = {
+    "requires_kv_delivery": (lambda c: c.requires_kv_delivery, True),
+    "bind_gpu_block_pool": (lambda c: c.bind_gpu_block_pool(SimpleNamespace()), None),
+    "get_num_new_matched_tokens": (lambda c: c.get_num_new_matched_tokens(request(), 0), (0, False)),
+    "update_state_after_alloc": (lambda c: c.update_state_after_alloc(request(), None, 4), None),
+    "build_connector_meta": (lambda c: step_of(c, scheduled(request())), Step(0, 16)),
+    "request_finished": (lambda c: c.request_finished(request(), [1, 2]), (False, None)),
+    "request_finished_all_groups": (lambda c: c.request_finished_all_groups(request(), ([1, 2],)), (False, None)),
+    "update_connector_output": (
+        lambda c: c.update_connector_output(SimpleNamespace(finished_sending={"x"})),
+        None,
+    ),
+    "has_pending_block_frees": (lambda c: c.has_pending_block_frees(), False),
+    "reset_cache": (lambda c: c.reset_cache(), True),
+    "bind_connector_metadata": (lambda c: c.bind_connector_metadata(StepMetadata(Step(0, 16))), None),
+    "get_finished": (lambda c: c.get_finished(set()), (None, None)),
+    "start_load_kv": (lambda c: c.start_load_kv(None), None),
+    "wait_for_layer_load": (lambda c: c.wait_for_layer_load("layers.0"), None),
+    "save_kv_layer": (lambda c: c.save_kv_layer("layers.0", torch.zeros(1), None), None),
+    "wait_for_save": (lambda c: c.wait_for_save(), None),
+    "shutdown": (lambda c: c.shutdown(), None),
+}
+"""Every hook of ours that a running engine calls, and what it answers when all below it is broken."""
+MAY_REFUSE_THE_START = {"register_kv_caches"}
+TOUCH_NO_PART = {
+    "requires_kv_delivery",
+    "bind_gpu_block_pool",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+}
+
+
+class TestEveryHook:
+    def test_the_table_is_complete(self) -> None:
+        """What is not in it is vLLM's own, or may end the start."""
+        hooks = {name for base in (KVConnectorBase_V1, SupportsHMA) for name in vars(base) if not name.startswith("_")}
+        assert set(HOOKS) | MAY_REFUSE_THE_START == hooks & set(vars(HiddenStatesConnector))
+
+    @pytest.mark.parametrize("side", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
+    @pytest.mark.parametrize("name", HOOKS)
+    def test_it_survives_whatever_breaks_below(
+        self, config: VllmConfig, side: KVConnectorRole, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        connector = scheduler_side(config) if side == KVConnectorRole.SCHEDULER else worker_side(config)
+        connector.tracker = connector._worker = Explosive()  # type: ignore[assignment]
+        call, answer = HOOKS[name]
+        assert call(connector) == answer
+        assert ("boom" in caplog.text) == (name not in TOUCH_NO_PART)
+
+    def test_a_handle_that_cannot_be_made_holds_no_blocks(
+        self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The engine frees the blocks at once, so no row may be read from them and the request may not be reported."""
+        connector = scheduler_side(config)
+        item, other = request(), request("other")
+        step_of(connector, scheduled(item, other))
+        with monkeypatch.context() as patch:
+            patch.setattr(connector, "_answer", broken)
+            assert finish(connector, item) == (False, None)
+        told = step_of(connector)
+        assert (told.finished, [f.request_id for f in told.failed]) == ([], ["r"])
+        assert not connector.has_pending_block_frees()
+        assert finish(connector, other)[0]
 
 
 class TestNothingEverRaises:

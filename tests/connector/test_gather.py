@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsconnector.connector.gather import NUM_BUFFERS, Blocks, DeviceGather, HostGather, gather_for, rows_tensor
+from hsconnector.connector.gather import NUM_BUFFERS, Blocks, DeviceGather, HostGather, gather_for, pin, rows_tensor
 from hsconnector.errors import LayoutError
+from tests.connector.lab import bounded
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -218,7 +219,7 @@ class TestDeviceBuffers:
         view = cache(9, 4, 2, 3)
         gather = DeviceGather(Blocks(view, 4), buffer_bytes=4 * 24)
         outs = []
-        while gather.largest():
+        for _ in bounded(lambda: not gather.largest(), most=NUM_BUFFERS + 1):
             outs.append(torch.empty(4, 2, 3))
             gather.copy([1 + len(outs) % 8], range(4), outs[-1])
         assert len(outs) == NUM_BUFFERS
@@ -242,3 +243,56 @@ class TestDeviceBuffers:
         view = cache(3, 2, 2, 3)
         gather = DeviceGather(Blocks(view, 2), buffer_bytes=1)
         assert gather.largest() == 1
+
+
+@dataclass
+class Driver:
+    """What of CUDA's runtime locks pages."""
+
+    status: int = 0
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("lock", address, size, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unlock", address))
+        return 0
+
+
+class TestPageLock:
+    """Which calls are made; that the memory is locked then is tested in `tests/gpu`."""
+
+    def locked(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Callable[[], None]]:
+        @contextmanager
+        def on(device: object) -> Iterator[None]:
+            yield
+
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        monkeypatch.setattr(torch.cuda, "device", on)
+        memory = mmap.mmap(-1, 8192)
+        return rows_address(memory), pin(memory, 8192, torch.device("cpu"))
+
+    def test_what_is_locked_is_unlocked(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        driver = Driver()
+        address, undo = self.locked(driver, monkeypatch)
+        assert driver.calls == [("lock", address, 8192, 1)]
+        undo()
+        assert driver.calls[1:] == [("unlock", address)]
+        assert caplog.text == ""
+
+    def test_what_could_not_be_locked_is_said_and_left(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        driver = Driver(status=2)
+        _, undo = self.locked(driver, monkeypatch)
+        undo()
+        assert [call[0] for call in driver.calls] == ["lock"]
+        assert "could not be page-locked (CUDA error 2)" in caplog.text
+
+
+def rows_address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 
 from hsconnector.capture.protocol import CaptureInfo, Commit, FailReason, Producer, new_capture_id, pack_token_ids
 from hsconnector.connector.lockfiles import LINGER_S, LockFiles, shard_path
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings, parse_settings
-from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.errors import SettingsError
+
+pytestmark = pytest.mark.trainer
 
 READER = FileTransfer(Path("unused"))
 

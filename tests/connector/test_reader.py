@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from hsconnector.capture.protocol import CaptureInfo, FailReason
-from hsconnector.connector.reader import Capture, Reader
+from hsconnector.connector.reader import Cursor, Reader
 from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.tracker import Wish
 from tests.connector.scheduling import BLOCK, Engine, Request
@@ -29,7 +29,7 @@ def reading(name: str = "a", blocks: tuple[int, ...] = (3, 4, 5), readable: int 
     return reader
 
 
-def only(reader: Reader) -> Capture:
+def only(reader: Reader) -> Cursor:
     (capture,) = reader.pending()
     return capture
 
@@ -217,7 +217,7 @@ class ReaderMachine(TrackerMachine):
     def allow_memory(self, rows: int) -> None:
         self.memory = rows
 
-    def report(self) -> None:  # type: ignore[override]
+    def report(self) -> None:
         """Only what the reader releases is reported here."""
 
     def _check(self, told: Step) -> None:
@@ -233,7 +233,7 @@ class ReaderMachine(TrackerMachine):
             self._end(capture.info.request_id, "whole")
         self._report()
 
-    def _read(self, capture: Capture) -> None:
+    def _read(self, capture: Cursor) -> None:
         rows = self.reader.next_rows(capture, self.memory)
         name = capture.info.request_id
         request = self.engine.requests[name]

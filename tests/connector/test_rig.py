@@ -135,8 +135,8 @@ class Outside:
         self.random = rnd
         self.brought = 0
         self._ask, self._tell = rig.connector.get_num_new_matched_tokens, rig.connector.update_state_after_alloc
-        rig.connector.get_num_new_matched_tokens = self.match  # type: ignore[method-assign]
-        rig.connector.update_state_after_alloc = self.tell  # type: ignore[method-assign]
+        rig.connector.get_num_new_matched_tokens = self.match  # type: ignore[method-assign, assignment]
+        rig.connector.update_state_after_alloc = self.tell  # type: ignore[method-assign, assignment]
 
     def match(self, request: Request, local: int) -> tuple[int, bool]:
         assert self._ask(request, local) == (0, False)

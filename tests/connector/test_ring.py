@@ -229,6 +229,18 @@ class TestDeadEngines:
         Ring.shared(str(tmp_path), PAGE).unlink()
         assert list(tmp_path.iterdir()) == []
 
+    def test_looking_for_dead_ones_keeps_nothing_open(self, tmp_path: Path) -> None:
+        """Whether a file is removed, too young, or held by an engine that lives."""
+        dead, living = self.waiting(tmp_path), self.waiting(tmp_path)
+        end(dead)
+        self.age(tmp_path)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            Ring.shared(str(tmp_path), PAGE).unlink()
+        assert len(list(tmp_path.iterdir())) == 1
+        assert len(os.listdir("/proc/self/fd")) == before
+        end(living)
+
     def test_a_young_one_is_left_alone(self, tmp_path: Path) -> None:
         end(self.waiting(tmp_path))
         Ring.shared(str(tmp_path), PAGE).unlink()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -27,11 +28,11 @@ from hsconnector.capture.protocol import (
     new_capture_id,
 )
 from hsconnector.connector import sender as sender_module
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.sender import MAX_LEDGER, MAX_QUEUED, Sender
 from hsconnector.connector.settings import ConnectorSettings
-from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.errors import SidecarRefused, SidecarUnreachable
-from tests.connector.lab import LONG, ROW, Lab, Reader, producer, running
+from tests.connector.lab import LONG, ROW, Lab, Reader, producer, running, ship
 from tests.connector.network import eventually
 from tests.sidecar import SidecarThread, start_sidecar
 
@@ -85,11 +86,6 @@ def twin(lab: Lab) -> Moody:
     return lab.twin
 
 
-def ship(lab: Lab) -> None:
-    while lab.sender.pump() and not lab.sender.idle:
-        pass
-
-
 class TestShipping:
     @pytest.mark.parametrize("transport", ["shm", "http"])
     def test_captures_larger_than_the_ring(self, sidecar: SidecarThread, reader: Reader, transport: str) -> None:
@@ -97,7 +93,7 @@ class TestShipping:
             infos = [lab.whole(count) for count in (1, LONG, 16, 17, 5 * LONG)]
             lab.until(lambda: len(lab.released) == 5)
             for info in infos:
-                lab.until(lambda info=info: reader.state(info) == "ready")
+                lab.until(lambda info=info: reader.state(info) == "ready")  # type: ignore[misc]
                 assert torch.equal(reader.rows(info), lab.expected(info))
             assert os.listdir(sidecar.settings.shm_dir) == []
 
@@ -146,7 +142,7 @@ class TestShipping:
         with running(sidecar.url) as lab:
             infos = [lab.whole(3, request_id=text) for text in odd]
             for info in infos:
-                lab.until(lambda info=info: reader.state(info) == "ready")
+                lab.until(lambda info=info: reader.state(info) == "ready")  # type: ignore[misc]
             assert sorted(lab.released) == sorted(odd)
             assert reader.record(infos[0])["request_id"] == "../../x"
             assert reader.record(infos[8])["request_id"] == r"\ud800 half"
@@ -217,6 +213,13 @@ class TestLedger:
         failed = [c for c in moody.twin.captures.values() if c.reason is FailReason.SIDECAR_UNREACHABLE]
         assert len(failed) >= MAX_LEDGER
         assert moody.sender.idle
+
+    def test_a_full_ledger_forgets_the_oldest(self, moody: Lab) -> None:
+        for index in range(MAX_LEDGER + 3):
+            moody.sender.begin(None, capture(index))
+        ship(moody)
+        told = moody.twin.captures
+        assert [capture(index).capture_id in told for index in (0, 2, 3, MAX_LEDGER + 2)] == [False, False, True, True]
 
     def test_tries_are_further_and_further_apart(self, moody: Lab, clock: Clock) -> None:
         """A sidecar that takes the stream and refuses every batch is not asked a thousand times a second."""
@@ -289,6 +292,31 @@ class TestStream:
                 assert lab.sender.stream is stream
         finally:
             impatient.stop()
+
+    @pytest.mark.parametrize(
+        ("detail", "said"),
+        [("zero_rows: rows 3 to 4", "zero_rows: rows 3 to 4"), ("", "the sidecar's record of it says why")],
+    )
+    def test_the_log_says_why_a_capture_is_quarantined(
+        self, clock: Clock, detail: str, said: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Judging(Moody):
+            def ingest(self, batch: Batch, payload: Sequence[bytes | bytearray | memoryview]) -> BatchAnswer:
+                answer = super().ingest(batch, payload)
+                judged = [
+                    msgspec.structs.replace(message, state=CaptureState.QUARANTINED, detail=detail)
+                    if message.state is CaptureState.READY
+                    else message
+                    for message in answer.messages
+                ]
+                return msgspec.structs.replace(answer, messages=tuple(judged))
+
+        lab = Lab(Judging(), now=clock)
+        lab.sender.pump()
+        info = lab.whole(4)
+        with caplog.at_level(logging.WARNING, "vllm.hsconnector"):
+            ship(lab)
+        assert f"capture {info.capture_id} is quarantined: {said}" in caplog.messages
 
     def test_a_failure_of_one_capture_is_its_own(self, moody: Lab) -> None:
         good, bad = moody.begin(4), moody.begin(4)

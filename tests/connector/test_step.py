@@ -24,6 +24,8 @@ FULL = Step(
     tables=[TableChange("r", (1, 2), start_over=True), TableChange("r", (3,))],
     readable=[("r", 7)],
     finished=[Finish("c", 2, bytes(16), "stop")],
+    reset=True,
+    hits={INFO.request_id},
 )
 
 
@@ -44,3 +46,4 @@ def test_refused_news_holds_nothing_and_fails_what_begins() -> None:
     assert refused.failed == [Failure(INFO.request_id, FailReason.LAYOUT, "two groups")]
     assert (refused.tables, refused.readable, refused.lost) == ([], [], [])
     assert refused.finished == FULL.finished
+    assert refused.reset and refused.hits == FULL.hits

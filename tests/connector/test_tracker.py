@@ -188,8 +188,8 @@ class TestEnd:
         t = tracker()
         step(t, arrival("a", [1, 2], 6), a=6)
         step(t, preempted=("a",))
-        t.origins.offered("a", 0)
-        t.origins.offered("b", 4)
+        t.external.offered("a", 0)
+        t.external.offered("b", 4)
         new = arrival("b", [7, 9], 6, 4)
         if v2:
             told = step(t, new, arrival("a", [7, 8], 6, 4), a=2, b=2)
@@ -200,9 +200,25 @@ class TestEnd:
             ("b", FailReason.EXTERNAL_PREFIX),
         }
 
+    @pytest.mark.parametrize("how", ["arrives", "resumes", "goes on"])
+    def test_blocks_that_held_loaded_rows_are_ours_once_they_are_computed_here(self, how: str) -> None:
+        """`a` was given blocks 7 and 8 loaded; then another request computes them, and `c` hits what that one wrote."""
+        t = tracker()
+        t.external.offered("a", 0)
+        step(t, arrival("a", [7, 8], 9, 8), arrival("b", [3], 12), a=1, b=4)
+        t.finish(ended("a", 9), [7, 8, 5])
+        if how == "arrives":
+            step(t, arrival("d", [7, 8], 8), d=8)
+        elif how == "resumes":
+            step(t, preempted=("b",))
+            step(t, progress=(Progress("b", [7, 8, 9], 0, resumed=True),), b=12)
+        else:
+            step(t, progress=(Progress("b", [7, 8], 4),), b=8)
+        assert step(t, arrival("c", [7, 8, 6], 9, 8), c=1).failed == []
+
     def test_a_load_for_a_request_that_ends_before_it_is_scheduled(self) -> None:
         t = tracker()
-        t.origins.offered("a", 0)
+        t.external.offered("a", 0)
         assert not t.finish(ended("a", 6, computed=4, reason="abort"), [7, 8]).hold
         (failure,) = step(t, arrival("b", [7, 9], 6, 4), b=2).failed
         assert (failure.request_id, failure.reason) == ("b", FailReason.EXTERNAL_PREFIX)
@@ -417,6 +433,33 @@ class TestSalvage:
         after = step(t, arrival("e", [9], 4), e=4)
         assert [info.request_id for info in after.begun] == ["e"]
         assert step(t).readable == [("e", 4)]
+
+
+def test_a_reset_of_the_caches_is_told_once_and_survives_a_step_that_could_not_be_built() -> None:
+    t = tracker()
+    step(t, arrival("a", [3], 4), a=4)
+    t.caches_reset()
+    t.prefix_cache_emptied()
+    with pytest.raises(TypeError):
+        t.step(Scheduled(arrivals=None))  # type: ignore[arg-type]
+    news = t.salvage()
+    assert (news.reset, news.emptied) == (True, True)
+    assert [(f.request_id, f.reason) for f in news.failed] == [("a", FailReason.CACHE_RESET)]
+    assert step(t) == Step(1, BLOCK)
+
+
+def test_a_reset_between_two_steps_is_told_by_the_next_one() -> None:
+    t = tracker()
+    t.caches_reset()
+    assert t.salvage() == Step(1, BLOCK)
+    news = step(t)
+    assert (news.reset, news.emptied) == (True, False)
+
+
+def test_a_request_that_begins_with_rows_of_the_prefix_cache_is_named() -> None:
+    t = tracker()
+    news = step(t, arrival("a", [3, 4], 8, num_computed=4), arrival("b", [5], 4), a=4, b=4)
+    assert news.hits == {"a"}
 
 
 def test_a_capture_says_what_its_request_is() -> None:

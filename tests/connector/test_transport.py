@@ -33,8 +33,9 @@ from hsconnector.capture.protocol import (
     new_capture_id,
     pack_token_ids,
 )
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.ring import Ring
-from hsconnector.connector.transport import HttpTransport, InMemoryTransport, Transport
+from hsconnector.connector.transport import HttpTransport, Transport
 from hsconnector.errors import ProducerUnknown, SidecarRefused, SidecarUnreachable, TransportError
 from tests.connector.network import (
     BadSidecar,

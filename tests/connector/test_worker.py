@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason
-from hsconnector.connector.gather import HostGather, Ticket, gather_for
+from hsconnector.connector.gather import HostGather, gather_for
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.step import Failure, Finish, Step
-from hsconnector.connector.transport import InMemoryTransport
-from tests.connector.lab import BLOCK, HIDDEN, LAYERS, LONG, ROW, Lab
+from hsconnector.connector.stream import Ticket
+from tests.connector.lab import BLOCK, HIDDEN, LAYERS, LONG, ROW, Lab, bounded, ship
 from tests.connector.test_gather import Untouchable
 
 
@@ -33,11 +34,6 @@ def connected(clock: Clock, **settings: Any) -> Lab:
     return lab
 
 
-def ship(lab: Lab) -> None:
-    while lab.sender.pump() and not lab.sender.idle:
-        pass
-
-
 def rows_of(lab: Lab, info: CaptureInfo) -> torch.Tensor:
     data = lab.twin.captures[info.capture_id].data
     return torch.frombuffer(data, dtype=torch.float32).view(-1, len(LAYERS), HIDDEN)
@@ -55,11 +51,10 @@ class TestReading:
         lab = connected(clock)
         count = 4000
         info = lab.begin(count)
-        lab.tables[info.request_id] = lab.tables[info.request_id]
         lab.turn()
         lab.finish(info)
         turns = 0
-        while not lab.released:
+        for _ in bounded(lambda: lab.released):
             lab.turn()
             stream = lab.sender.stream
             assert stream is not None
@@ -75,7 +70,7 @@ class TestReading:
             patch.setattr(torch, "cuda", Untouchable())
             lab = connected(clock)
             info = lab.whole(LONG)
-            while not lab.released:
+            for _ in bounded(lambda: lab.released):
                 ship(lab)
                 lab.turn()
             ship(lab)
@@ -93,7 +88,9 @@ class TestReading:
         for info in infos:
             lab.finish(info)
         lab.turn()
-        lab.until(lambda: ship(lab) or len(lab.released) == len(infos))
+        for _ in bounded(lambda: len(lab.released) == len(infos)):
+            lab.turn()
+            ship(lab)
         ship(lab)
         for info in infos:
             assert torch.equal(rows_of(lab, info), lab.expected(info))
@@ -162,7 +159,9 @@ class TestFullMemory:
             lab.turn()
         assert bytes(stream.ring.memory[: len(before)]) == before
         assert more.request_id not in lab.released
-        lab.until(lambda: ship(lab) or more.request_id in lab.released)
+        for _ in bounded(lambda: more.request_id in lab.released):
+            lab.turn()
+            ship(lab)
         ship(lab)
         for info in [*infos, more]:
             assert torch.equal(rows_of(lab, info), lab.expected(info))
@@ -184,7 +183,7 @@ class TestFullMemory:
     def test_one_that_moves_a_little_is_not(self, clock: Clock) -> None:
         lab = connected(clock, stall_timeout_s=5.0)
         info = lab.whole(4 * LONG)
-        while not lab.released:
+        for _ in bounded(lambda: lab.released):
             clock.seconds += 4.0
             lab.sender.pump()
             lab.turn()
@@ -209,7 +208,9 @@ class TestFullMemory:
     def test_a_row_of_odd_size_in_a_small_ring(self, clock: Clock) -> None:
         lab = connected(clock, ring_bytes=ROW * 3 + 1)
         info = lab.whole(10)
-        lab.until(lambda: ship(lab) or lab.released)
+        for _ in bounded(lambda: lab.released):
+            lab.turn()
+            ship(lab)
         ship(lab)
         assert torch.equal(rows_of(lab, info), lab.expected(info))
 
@@ -246,7 +247,7 @@ class TestEnds:
             lab.sender._lose(FailReason.SIDECAR_UNREACHABLE, "gone")
             return reserve(*args)
 
-        lab.sender.reserve = lose  # type: ignore[method-assign]
+        lab.sender.reserve = lose  # type: ignore[assignment, method-assign]
         stream = lab.sender.stream
         assert stream is not None
         for item in list(stream.queue):
@@ -310,7 +311,7 @@ class TestBugs:
         lab = connected(clock)
         gather = gather_for(lab.cache, BLOCK)
         assert isinstance(gather, HostGather)
-        broken = Broken(gather._blocks)
+        broken = Broken(gather.blocks)
         lab.worker._gather = broken
         return lab, broken
 
@@ -381,7 +382,7 @@ class Slow(HostGather):
     """Copies that arrive when they are told to."""
 
     def __init__(self, inner: HostGather) -> None:
-        super().__init__(inner._blocks)
+        super().__init__(inner.blocks)
         self.arrived = False
         self.waits = 0
 

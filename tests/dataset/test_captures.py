@@ -117,11 +117,11 @@ def test_the_newest_capture_of_a_sample_counts(sidecar: SidecarThread) -> None:
     assert [dataset[index]["capture_id"] == newest[0] for index in range(2)] == [True, False]
     httpx.delete(f"{sidecar.url}/v1/captures/{newest[0]}").raise_for_status()
     with pytest.raises(CaptureExpired):
-        CaptureDataset(sidecar.url, local=False)._fetcher.fetch(dataset._entries[0].places, None)
+        CaptureDataset(sidecar.url, local=False)._fetcher.fetch(dataset._entries[0].replicas)
 
 
 def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """CASES 69: every id once, in the sampler's order."""
+    """Every id once, in the sampler's order, from two sidecars (asked for in Model-Optimizer#1509, #1611)."""
     for running in (sidecar, other):
         feed(running.url, range(12))
     dataset = CaptureDataset([sidecar.url, other.url], local=False)
@@ -136,7 +136,7 @@ def test_one_of_two_sidecars_dies(sidecar: SidecarThread, other: SidecarThread) 
 
 
 def test_what_only_the_dead_one_holds_is_an_error_in_the_end(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """CASES 69: not an endless retry."""
+    """An error after some failures in a row, not an endless retry (Model-Optimizer#1611)."""
     feed(sidecar.url, range(3))
     feed(other.url, range(3, 6))
     dataset = CaptureDataset([sidecar.url, other.url], local=False, max_failures=2)

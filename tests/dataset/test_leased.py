@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from hsconnector.client.leases import LeaseRequest, Leases
 from hsconnector.dataset import Acked, LeasedDataset
-from hsconnector.dataset.copies import Sidecar
 from hsconnector.errors import SettingsError, SidecarUnreachable
 from tests.dataset.conftest import feed, states_of, tokens_of
 from tests.dataset.trainers import train
@@ -122,7 +122,7 @@ def test_a_capture_that_was_deleted_meanwhile_is_passed_over(sidecar: SidecarThr
     ids = feed(sidecar.url, range(3))
     dataset = LeasedDataset(sidecar.url, local=False, idle_s=0.1)
     stop = threading.Event()
-    lent = dataset._lent("c", stop)
+    lent = dataset._lent(LeaseRequest(consumer="c"), stop)
     first = next(lent)
     httpx.delete(f"{sidecar.url}/v1/captures/{ids[0]}").raise_for_status()
     assert dataset._read(first) is None
@@ -131,7 +131,7 @@ def test_a_capture_that_was_deleted_meanwhile_is_passed_over(sidecar: SidecarThr
 
 
 def test_two_sidecars_of_which_one_dies(sidecar: SidecarThread, other: SidecarThread) -> None:
-    """CASES 69: the other one's captures all come; then the loss is an error, not an endless retry."""
+    """The other one's captures all come; then the loss is an error, not an endless retry (Model-Optimizer#1611)."""
     feed(sidecar.url, range(5))
     feed(other.url, range(5, 12))
     dataset = LeasedDataset([sidecar.url, other.url], idle_s=0.2, lease_captures=1, prefetch_bytes=0, max_failures=3)
@@ -159,6 +159,9 @@ def test_acknowledgements_wait_for_a_sidecar_that_is_away(sidecar: SidecarThread
 class Slow(LeasedDataset):
     """One whose first acknowledgement is answered, and heard of only once `heard` is set."""
 
+    sent: threading.Event
+    heard: threading.Event
+
     def _ack(self, index: int, lease_id: str, captures: Sequence[str]) -> Mapping[str, str]:
         answers = super()._ack(index, lease_id, captures)
         if not self.sent.is_set():
@@ -185,15 +188,15 @@ def test_two_threads_acknowledge_at_one_time(sidecar: SidecarThread, lease_captu
 
 
 def test_acknowledgements_of_the_step_are_not_made_by_reading_ahead(sidecar: SidecarThread) -> None:
-    """What became of them would be told to nobody."""
+    """Its caller would not hear what became of them."""
     names_of = feed(sidecar.url, range(2))
     dataset = LeasedDataset(sidecar.url, local=False, idle_s=0.1, lease_captures=1, max_failures=5)
-    lent = list(dataset._lent("c", threading.Event()))
+    lent = list(dataset._lent(LeaseRequest(consumer="c"), threading.Event()))
     first = dataset._read(lent[0])
     with Proxy(sidecar.url, drop=1) as away:
-        back, dataset._sidecars[0] = dataset._sidecars[0], Sidecar(away.url, None, False)
+        back, dataset._queues[0] = dataset._queues[0], Leases(away.url)
         assert dataset.ack(first).pending == 1
-        dataset._sidecars[0] = back
+        dataset._queues[0] = back
     httpx.delete(f"{sidecar.url}/v1/captures/{names_of[1]}").raise_for_status()
     assert dataset._read(lent[1]) is None
     assert counts(sidecar.url)["acked"] == 1

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from hsconnector.client.leases import Lease, LeaseRequest
 from hsconnector.dataset import LeasedDataset
-from hsconnector.dataset.leased import _Lease
 
 DEADLINE_S = 3.0
 
@@ -22,8 +22,8 @@ class Logged(LeasedDataset):
 
     log = ""
 
-    def _take(self, index: int, consumer: str, wait: float) -> _Lease:
-        lease = super()._take(index, consumer, wait)
+    def _take(self, index: int, wanted: LeaseRequest, wait: float) -> Lease:
+        lease = super()._take(index, wanted, wait)
         self._write("lent", [record.capture_id for record in lease.captures])
         return lease
 

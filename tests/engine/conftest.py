@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from hsconnector.client import Client
-from tests.models import tiny_gpt_oss, tiny_qwen3
 from tests.sidecar import SidecarThread, start_sidecar
-
-BUILDERS = {"qwen3": tiny_qwen3, "gpt-oss": tiny_gpt_oss}
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from tests.models import tiny_gpt_oss, tiny_qwen3  # which need torch
+
     folder = tmp_path_factory.mktemp("models")
-    return {name: build(folder / name) for name, build in BUILDERS.items()}
+    return {"qwen3": tiny_qwen3(folder / "qwen3"), "gpt-oss": tiny_gpt_oss(folder / "gpt-oss")}
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def nothing_leaks(rig: Rig) -> Iterator[None]:
 
 
 def test_lengths_around_block_boundaries(rig: Rig) -> None:
-    """DESIGN 4.2 and vllm#46301: the group's own block size, 1 to 700 tokens in one batch."""
+    """The group's own block size, not the global one (vllm#46301), 1 to 700 tokens in one batch."""
     prompts = [tokens(n, seed=n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 255, 256, 257, 700)]
     for prompt, result in zip(prompts, rig.engine.generate(prompts), strict=True):
         capture = rig.check(result, prompt)
@@ -234,7 +234,7 @@ def test_a_bad_wish_fails_the_capture_and_not_the_request(rig: Rig) -> None:
 
 
 def test_abort_in_the_middle_of_a_prefill(rig: Rig) -> None:
-    """CASES 22: no shard with fewer rows than ids; the state says why, the disk holds nothing."""
+    """No shard with fewer rows than ids, as vLLM 0.32's example connector writes; the state says why."""
     request_id = rig.engine.add(tokens(900, seed=11), hidden_states={"sample_id": f"aborted-{id(rig)}"})
     rig.engine.step()
     rig.engine.abort(request_id)

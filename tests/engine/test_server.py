@@ -144,7 +144,7 @@ HOSTILE = ["../../x", "a/b", "..%2f..%2fx", "CON", "x" * 4096, "täst", "a b", "
 
 
 def test_hostile_request_ids(http: httpx.Client, client: Client, server: ApiServer, sidecar: SidecarThread) -> None:
-    """CASES 65: served, captured, and nothing outside the store changes."""
+    """`X-Request-Id` is the client's (Model-Optimizer#1509): served, captured, nothing outside the store changes."""
     before = sorted(path.name for path in sidecar.store.parent.iterdir())
     for index, name in enumerate(HOSTILE):
         prompt = tokens(10, seed=510 + index)
@@ -154,7 +154,7 @@ def test_hostile_request_ids(http: httpx.Client, client: Client, server: ApiServ
 
 
 def test_the_same_client_id_twice(http: httpx.Client, client: Client) -> None:
-    """CASES 64: two captures, told apart by the engine's id."""
+    """Two captures, told apart by the engine's id, which ends in a random suffix (vllm#27987)."""
     for seed in (520, 521):
         completion(http, tokens(10, seed=seed), {"X-Request-Id": "job7"})
     records = found(client, 2, client_id="job7")

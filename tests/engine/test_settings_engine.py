@@ -1,4 +1,4 @@
-"""Settings seen on a real engine, several engines one after the other in one process (CASES 29)."""
+"""Settings seen on a real engine, several engines one after the other in one process (leaks: vllm#45206)."""
 
 from __future__ import annotations
 

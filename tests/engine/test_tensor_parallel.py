@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: rank 0 sends, both report, every block comes back (CASES 25)."""
+"""Two tensor-parallel ranks: rank 0 sends, both report, every block comes back (vllm#43805)."""
 
 from __future__ import annotations
 

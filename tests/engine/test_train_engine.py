@@ -13,7 +13,7 @@ from tests.engine.server import ApiServer
 from tests.sidecar import SidecarThread
 from tests.training import NOBODY, STEPS, make_rows, train, write_dataset, write_plain_files
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.trainer, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hsconnector.capture.protocol import CaptureState, new_capture_id
+from hsconnector.capture.content import Content
+from hsconnector.capture.protocol import CaptureState, new_capture_id, pack_token_ids
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client import Client
+from hsconnector.client.async_client import AsyncClient
+from hsconnector.client.connection import connect_async
 from hsconnector.dataset import LeasedDataset
 from hsconnector.errors import HSConnectorError, SidecarUnreachable
-from hsconnector.extraction.connection import connect
+from hsconnector.extraction.content import CaptureUnfit, choose_content, judge
 from hsconnector.extraction.engine import Engine, EngineUnusable
 from hsconnector.extraction.extraction import Extraction, ExtractionStopped, Order
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.extraction.sidecar import Sidecar
-from hsconnector.extraction.target import CaptureUnfit, Target, choose_target, judge
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from tests.extraction.fake_engine import LAYERS, MAX_MODEL_LEN, FakeEngine
 from tests.sidecar import SidecarThread, start_sidecar
@@ -93,12 +94,12 @@ class Run:
 
     async def _run(self, rows: Sequence[object], ledger: Ledger) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        clients = [connect(url, key="", timeout_s=30, connections=50) for url in (*self.engines, self.sidecar)]
+        clients = [connect_async(url, key="", timeout_s=30, connections=50) for url in (*self.engines, self.sidecar)]
         try:
-            sidecar = Sidecar(self.sidecar, clients[-1], patience_s=1)
+            sidecar = AsyncClient(self.sidecar, clients[-1], patience_s=1)
             engines = [Engine(url, http) for url, http in zip(self.engines, clients, strict=False)]
-            target = choose_target(await sidecar.producers(), model="tiny", sidecar=self.sidecar)
-            await Extraction(self.order, engines, sidecar, target, ledger).run(samples(rows))
+            content = choose_content(await sidecar.producers(), model="tiny", sidecar=self.sidecar)
+            await Extraction(self.order, engines, sidecar, content, ledger).run(samples(rows))
         finally:
             for client in clients:
                 await client.aclose()
@@ -111,9 +112,9 @@ def captures(sidecar: SidecarThread, dataset: str) -> list[CaptureRecord]:
 
 def assert_each_once(found: list[CaptureRecord], rows: Sequence[dict[str, object]]) -> None:
     """Exactly one capture of each row, sound, under its own sample id and of its own tokens."""
-    target = Target("tiny", "", LAYERS)
+    content = Content("tiny", "", LAYERS)
     ready = {(r.sample_id, r.content_hash): r for r in found if r.state is CaptureState.READY}
-    wanted = {(str(i), target.content_hash(row["input_ids"])) for i, row in enumerate(rows)}  # type: ignore[arg-type]
+    wanted = {(str(i), content.hash_of(pack_token_ids(row["input_ids"]))) for i, row in enumerate(rows)}  # type: ignore[arg-type]
     assert set(ready) == wanted
     whole = [r for r in found if r.state in (CaptureState.READY, CaptureState.QUARANTINED)]
     assert Counter(r.sample_id for r in whole) == {str(i): 1 for i in range(len(rows))}
@@ -264,7 +265,7 @@ def test_what_an_earlier_run_began_is_waited_for_and_not_asked_again(
 ) -> None:
     rows, capture_id, before = fresh_rows(2), new_capture_id(), len(engine.asked)
     token_ids: list[int] = rows[0]["input_ids"]  # type: ignore[assignment]
-    digest = Target("tiny", "", LAYERS).content_hash(token_ids)
+    digest = Content("tiny", "", LAYERS).hash_of(pack_token_ids(token_ids))
     about = {"dataset": "begun", "sample_id": "0", "tags": {}, "expected_content_hash": digest}
     engine.open(capture_id, token_ids, about, engine.cuts)
     run = Run([engine.url], sidecar.url, "begun", capture_timeout_s=10)
@@ -288,8 +289,8 @@ def test_second_captures_of_a_sample_are_removed_the_older_stays(sidecar: Sideca
     for name in ("doubled", "doubled-elsewhere"):
         Run([engine.url], sidecar.url, name)([row])
     assert captures(sidecar, "doubled-elsewhere") == []
-    target = Target("tiny", "", LAYERS)
-    digest = target.content_hash(row["input_ids"])  # type: ignore[arg-type]
+    content = Content("tiny", "", LAYERS)
+    digest = content.hash_of(pack_token_ids(row["input_ids"]))  # type: ignore[arg-type]
     about = {"dataset": "doubled", "sample_id": "0", "tags": {}, "expected_content_hash": digest}
     for name in ("doubled", "doubled-elsewhere"):
         capture_id = new_capture_id()
@@ -350,7 +351,7 @@ def test_what_the_sidecar_removed_before_the_end_is_listed(tmp_path: Path) -> No
         assert lines["24"] == "row 24: has the tokens of row 0, which failed"
         assert not ledger.complete
         assert ledger.counts == {Fate.CAPTURED: len(ready), Fate.STORED: 0, Fate.FAILED: len(lines)}
-        assert ledger.tokens == sum(len(rows[int(row)]["input_ids"]) for row in ready)  # type: ignore[arg-type]
+        assert ledger.tokens == sum(len(rows[int(row)]["input_ids"]) for row in ready)  # type: ignore[arg-type, misc]
     finally:
         engine.stop()
         small.stop()
@@ -389,19 +390,19 @@ def test_what_a_consumer_has_used_up_is_not_lost(tmp_path: Path, remove: bool) -
 @pytest.mark.parametrize("state", CaptureState)
 def test_only_a_ready_capture_is_taken(state: CaptureState) -> None:
     """One that retention removed while it was waited for has the right hash and the right number of rows."""
-    prompt, target = Prompt(0, "0", (1, 2, 3), (1, 1, 1)), Target("tiny", "", LAYERS)
+    prompt, content = Prompt(0, "0", (1, 2, 3), (1, 1, 1)), Content("tiny", "", LAYERS)
     record = CaptureRecord(
         capture_id=new_capture_id(),
         state=state,
-        content_hash=target.content_hash(prompt.token_ids),
+        content_hash=content.hash_of(pack_token_ids(prompt.token_ids)),
         num_rows=3,
         detail="removed to make room",
     )
     if state is CaptureState.READY:
-        judge(record, prompt, target, waited_s=1)
+        judge(record, prompt, content, waited_s=1)
         return
     with pytest.raises(CaptureUnfit, match=f"its capture {record.capture_id}") as unfit:
-        judge(record, prompt, target, waited_s=1)
+        judge(record, prompt, content, waited_s=1)
     assert unfit.value.again
     if state is CaptureState.EXPIRED:
         assert str(unfit.value).endswith("was removed: removed to make room")
@@ -476,15 +477,17 @@ def test_what_changes_is_told(sidecar: SidecarThread, engine: FakeEngine) -> Non
 
     async def run() -> None:
         async with (
-            connect(engine.url, key="", timeout_s=9, connections=4) as to_engine,
-            connect(sidecar.url, key="", timeout_s=9, connections=4) as to_sidecar,
+            connect_async(engine.url, key="", timeout_s=9, connections=4) as to_engine,
+            connect_async(sidecar.url, key="", timeout_s=9, connections=4) as to_sidecar,
         ):
             ledger = Ledger(5)
             order = Order(model="served", dataset="told")
-            target = Target("tiny", "", LAYERS)
+            content = Content("tiny", "", LAYERS)
             told: Callable[[], None] = lambda: seen.append(ledger.done)  # noqa: E731
-            sidecar_there = Sidecar(sidecar.url, to_sidecar)
-            extraction = Extraction(order, [Engine(engine.url, to_engine)], sidecar_there, target, ledger, changed=told)
+            sidecar_there = AsyncClient(sidecar.url, to_sidecar)
+            extraction = Extraction(
+                order, [Engine(engine.url, to_engine)], sidecar_there, content, ledger, changed=told
+            )
             await extraction.run(samples(fresh_rows(5)))
 
     asyncio.run(run())

@@ -3,13 +3,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.formats.samples import DataSet, feed, make_rows
-from tests.models import tiny_qwen3
 from tests.sidecar import start_sidecar
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.formats.samples import DataSet
 
 ROWS = 6
 
@@ -28,6 +31,11 @@ class Captured:
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Captured]:
+    import torch
+
+    from tests.formats.samples import feed, make_rows
+    from tests.models import tiny_qwen3
+
     dtype: torch.dtype = getattr(torch, request.param)
     folder = tmp_path_factory.mktemp(request.param)
     model = tiny_qwen3(folder / "model", dtype=dtype)
@@ -43,4 +51,6 @@ def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.models import tiny_qwen3
+
     return tiny_qwen3(tmp_path_factory.mktemp("model") / "qwen3")

@@ -68,8 +68,8 @@ def feed(
 ) -> list[str]:
     """Sends a capture of each (row index, token ids), as an engine would; their ids."""
     hidden = model_in(model, dtype).config.hidden_size
-    about = {"model": str(model), "num_layers": NUM_LAYERS, "dtype": dtype}
-    with Feeder(url, layer_ids=layer_ids, hidden_size=hidden, **about) as feeder:
+    about = {"layer_ids": layer_ids, "hidden_size": hidden, "num_layers": NUM_LAYERS}
+    with Feeder(url, model=str(model), dtype=dtype, **about) as feeder:
         return [
             feeder.capture(
                 captured_states(model, ids, layer_ids, dtype),

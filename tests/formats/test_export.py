@@ -43,7 +43,7 @@ def manifest(out: Path) -> dict[str, Any]:
 
 
 def test_the_manifest_says_what_every_file_holds(captured: Captured, tmp_path: Path) -> None:
-    """CASES 14: each slot has a name that no convention of counting can mistake."""
+    """Each slot has a name that no convention of counting can mistake (BaldEagle#18)."""
     code, said = export(captured.url, "-f", "specforge-eagle3", "-o", tmp_path, "--data", captured.data)
     assert code == 0
     about, entries = manifest(tmp_path)["description"], manifest(tmp_path)["files"]
@@ -137,7 +137,13 @@ def test_another_models_export_is_refused_field_by_field(captured: Captured, tmp
 
 
 def test_other_models_and_revisions_are_named(tmp_path: Path) -> None:
-    about = {"num_layers": 6, "hidden_size": 8, "dtype": "float32", "layer_ids": (6,), "slots": ("after_layer_5",)}
+    about: dict[str, Any] = {
+        "num_layers": 6,
+        "hidden_size": 8,
+        "dtype": "float32",
+        "layer_ids": (6,),
+        "slots": ("after_layer_5",),
+    }
     here = Description(format="speculators", model="org/a", last_layer_norm="pre", **about)
     there = Description(format="speculators", model="org/b", model_revision="r2", last_layer_norm="pre", **about)
     Manifest(tmp_path, here, ".safetensors").close()
@@ -184,15 +190,15 @@ def test_bad_samples_are_named_and_the_rest_goes_on(model: Path, sidecar: Sideca
 def test_bad_rows_of_the_data_set_are_named(captured: Captured, tmp_path: Path) -> None:
     lines = captured.data.read_text().splitlines()
     lines[1] = json.dumps({"input_ids": captured.rows.token_ids[1], "loss_mask": [1, 1]})
-    lines[2] = json.dumps({"input_ids": []})
+    lines[2] = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     lines[3] = json.dumps({"input_ids": [*captured.rows.token_ids[3], 7]})
     lines[4] = json.dumps({"input_ids": captured.rows.token_ids[4], "loss_mask": [1, 0] * 16 + [1]})
     data = tmp_path / "bad.jsonl"
     data.write_text("\n".join(lines))
     code, said = export(captured.url, "-f", "specforge-dflash", "-o", tmp_path / "out", "--data", data)
     assert code == 1 and "2 files written" in said
-    assert "row 1: has a loss mask" in said or "row 1: has" in said
-    assert "row 2: has no tokens" in said
+    assert "row 1: has" in said
+    assert "row 2: is a conversation: export reads input_ids and loss_mask" in said
     assert "row 3: capture" in said and "of other tokens than the data set has there (26 and 27)" in said
     assert "row 4: its loss mask has no two tokens in a row" in said
 

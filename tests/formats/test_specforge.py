@@ -20,6 +20,8 @@ from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS
 from tests.sidecar import start_sidecar
 
+pytestmark = pytest.mark.trainer
+
 STRATEGIES = ("eagle3", "dflash", "dspark")
 MAX_LEN = 64
 ROW_LENGTH = 33
@@ -71,7 +73,7 @@ def test_specforge_reads_every_sample_in_the_data_sets_order(strategy: str, capt
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_tensor_lies_under_its_name_by_value(strategy: str, captured: Captured, tmp_path: Path) -> None:
-    """CASES 55: the concatenated layers and the last one are not taken for each other."""
+    """Its key names are nearly speculators': the concatenated layers and the last one are not taken for each other."""
     export(captured.url, "--format", f"specforge-{strategy}", "--out", tmp_path, "--data", captured.data)
     aux_name, last_name = {
         "eagle3": ("hidden_state", "target"),

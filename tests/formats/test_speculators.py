@@ -23,9 +23,11 @@ from tests.hugging_face import reference_states
 from tests.models import NUM_LAYERS
 from tests.sidecar import start_sidecar
 
+pytestmark = pytest.mark.trainer
+
 
 def test_speculators_accepts_twenty_shards_unmodified(model: Path, tmp_path: Path) -> None:
-    """CASES 53: its own check takes our shards, before and after the export."""
+    """speculators' own `check_hidden_states` takes our shards, before and after the export."""
     rows = make_rows(20)
     sidecar = start_sidecar(tmp_path / "store")
     try:
@@ -83,14 +85,14 @@ def test_fewer_layers_make_new_shards(captured: Captured, tmp_path: Path) -> Non
 
 
 def test_the_split_that_speculators_makes_is_aux_and_last(captured: Captured, tmp_path: Path) -> None:
-    """CASES 12: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
+    """speculators#705: `[:, :-1]` is `[T, (n-1)*H]` of the asked layers, `[:, -1]` the last before the norm."""
     export(captured.store, "-f", "speculators", "-o", tmp_path)
     for row, token_ids in enumerate(captured.rows.token_ids):
         exported = Speculators().read(tmp_path / f"hs_{row}.safetensors")
         expected = reference_states(captured.model, token_ids, LAYERS)
-        tolerance = {"rtol": 1e-4, "atol": 1e-4} if captured.dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
-        torch.testing.assert_close(exported.aux.float(), expected[:, :-1].flatten(1), **tolerance)
-        torch.testing.assert_close(exported.last.float(), expected[:, -1], **tolerance)
+        rtol, atol = (1e-4, 1e-4) if captured.dtype == torch.float32 else (0.1, 0.2)
+        torch.testing.assert_close(exported.aux.float(), expected[:, :-1].flatten(1), rtol=rtol, atol=atol)
+        torch.testing.assert_close(exported.last.float(), expected[:, -1], rtol=rtol, atol=atol)
 
 
 def test_without_the_last_layer_the_missing_id_is_named() -> None:

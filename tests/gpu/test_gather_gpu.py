@@ -9,11 +9,11 @@ import torch
 
 from hsconnector.capture.protocol import CaptureInfo, CaptureState, Producer, pack_token_ids
 from hsconnector.connector.gather import Blocks, DeviceGather, gather_for, pin, rows_tensor
+from hsconnector.connector.memory_transport import InMemoryTransport
 from hsconnector.connector.ring import Ring
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.connector.step import Finish, Step, TableChange
-from hsconnector.connector.transport import InMemoryTransport
 from hsconnector.connector.worker import Worker
 from tests.connector.test_gather import cache, oracle
 
@@ -26,7 +26,8 @@ ORDERS = ["lbhs", "lbsh", "bslh", "blsh"]
 
 def on_gpu(*shape: int, order: str = "lbsh", dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     """The same cache on the CPU and on the GPU, both with their memory in this order."""
-    host = cache(*shape, order=order, dtype=dtype)
+    num_blocks, size, slots, hidden = shape
+    host = cache(num_blocks, size, slots, hidden, order, dtype)
     extents = dict(zip("bslh", shape, strict=True))
     device = torch.empty([extents[letter] for letter in order], dtype=dtype, device=DEVICE)
     view = device.permute([order.index(letter) for letter in "bslh"])
@@ -128,7 +129,7 @@ def test_a_whole_capture_through_the_worker() -> None:
     def lock_pages(ring: Ring) -> None:
         ring.before_unmap(pin(ring.memory, ring.size, DEVICE))
 
-    worker = Worker(view, 16, gather_for(view, 16), sender, settings, on_ring=lock_pages)
+    worker = Worker(gather_for(view, 16), sender, lock_pages)
     sender.start()
     count = 3000
     table = tuple(range(1, 1 + -(-count // 16)))

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from hs_connectors import HiddenStatesBackend
 
 from hsconnector.capture.protocol import Commit, FailReason, Rows, Span, pack_token_ids
 from hsconnector.client import Client
 from hsconnector.errors import CaptureFailed, CapturePending, SettingsError, SidecarUnreachable
 from hsconnector.integrations.speculators import (
     NAME,
-    HiddenStatesBackend,
+    RunSettings,
     SidecarBackend,
     SidecarTransfer,
-    Source,
     register,
 )
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
@@ -33,6 +33,8 @@ from tests.feeding import Feeder
 from tests.models import LAYER_IDS, NUM_LAYERS, tiny_qwen3
 from tests.sidecar import SidecarThread
 from tests.training import NOBODY, STEPS, TARGETS, make_rows, train, write_dataset, write_plain_files
+
+pytestmark = pytest.mark.trainer
 
 HIDDEN = 256
 LAYERS = TargetLayers(TARGETS, NUM_LAYERS)
@@ -61,31 +63,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def source(sidecar: SidecarThread, data: Path) -> Source:
-    return Source(str(data), "tiny", LAYERS, LAYERS.captured, sidecar.url, wait_s=5)
+def settings(sidecar: SidecarThread, data: Path) -> RunSettings:
+    return RunSettings(str(data), "tiny", LAYERS, LAYERS.captured, sidecar.url, wait_s=5)
 
 
-Connect = Callable[[Source], SidecarTransfer]
+Connect = Callable[[RunSettings], SidecarTransfer]
 
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
 
-        def connecting(source: Source) -> SidecarTransfer:
-            return stack.enter_context(contextlib.closing(SidecarTransfer(source)))
+        def connecting(settings: RunSettings) -> SidecarTransfer:
+            return stack.enter_context(contextlib.closing(SidecarTransfer(settings)))
 
         yield connecting
 
 
 class TestCached:
     def test_rows_are_found_by_their_tokens_in_whatever_order_they_were_captured(
-        self, connect: Connect, source: Source, feeder: Feeder
+        self, connect: Connect, settings: RunSettings, feeder: Feeder
     ) -> None:
         states = {index: states_of(ROWS[index]) for index in (5, 0, 3)}
         for index, rows in states.items():
             feeder.capture(rows, ROWS[index], sample_id="hs_99")
-        transfer = connect(source)
+        transfer = connect(settings)
         for index, rows in states.items():
             sample = transfer.get_cached(index)
             assert sample is not None
@@ -93,69 +95,76 @@ class TestCached:
         assert transfer.get_cached(1) is None
 
     def test_the_same_tokens_of_another_model_or_adapter_are_not_found(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder, caplog: pytest.LogCaptureFixture
+        self,
+        connect: Connect,
+        settings: RunSettings,
+        sidecar: SidecarThread,
+        feeder: Feeder,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         feeder.capture(states_of(ROWS[0]), ROWS[0])
-        other = connect(replace(source, model="other"))
+        other = connect(replace(settings, model="other"))
         assert other.get_cached(0) is None and other.get_cached(0) is None
-        assert connect(replace(source, lora="adapter")).get_cached(0) is None
-        assert connect(replace(source, captured=(0, 1, 2, 3, 6))).get_cached(0) is None
+        assert connect(replace(settings, lora="adapter")).get_cached(0) is None
+        assert connect(replace(settings, captured=(0, 1, 2, 3, 6))).get_cached(0) is None
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == 3 and "'tiny'" in warnings[0] and "--hsc-model" in warnings[0]
 
     def test_an_engine_that_captures_more_layers_gives_those_that_are_trained_on(
-        self, connect: Connect, source: Source, sidecar: SidecarThread
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread
     ) -> None:
         captured = (0, 1, 2, 3, 5, 6)
         with Feeder(sidecar.url, layer_ids=captured, hidden_size=HIDDEN, num_layers=NUM_LAYERS) as feeding:
             states = states_of(ROWS[0], len(captured))
             feeding.capture(states, ROWS[0])
-        sample = connect(replace(source, captured=captured)).get_cached(0)
+        sample = connect(replace(settings, captured=captured)).get_cached(0)
         assert sample is not None and torch.equal(sample["hidden_states"], states[:, [0, 1, 3, 5]])
 
     def test_a_target_that_is_the_last_layer_fills_two_slots(
-        self, connect: Connect, source: Source, sidecar: SidecarThread
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread
     ) -> None:
         layers = TargetLayers((3, 6), NUM_LAYERS)
         with Feeder(sidecar.url, layer_ids=(3, 6), hidden_size=HIDDEN, num_layers=NUM_LAYERS) as feeding:
             states = states_of(ROWS[0], 2)
             feeding.capture(states, ROWS[0])
-        sample = connect(replace(source, layers=layers, captured=layers.captured)).get_cached(0)
+        sample = connect(replace(settings, layers=layers, captured=layers.captured)).get_cached(0)
         assert sample is not None and torch.equal(sample["hidden_states"], states[:, [0, 1, 1]])
 
-    def test_unsound_captures_are_not_found(self, connect: Connect, source: Source, feeder: Feeder) -> None:
+    def test_unsound_captures_are_not_found(self, connect: Connect, settings: RunSettings, feeder: Feeder) -> None:
         states = states_of(ROWS[0])
         states[3] = 0
         feeder.capture(states, ROWS[0])
-        assert connect(source).get_cached(0) is None
+        assert connect(settings).get_cached(0) is None
 
     def test_a_file_that_was_taken_away_leaves_the_capture_before_it(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, feeder: Feeder
     ) -> None:
         states = states_of(ROWS[0])
         feeder.capture(states, ROWS[0])
         time.sleep(0.002)  # ids of one millisecond are in no order
         newest = feeder.capture(states_of(ROWS[0]), ROWS[0])
         (sidecar.store / "captures" / newest[-2:] / f"{newest}.safetensors").unlink()
-        transfer = connect(source)
+        transfer = connect(settings)
         sample = transfer.get_cached(0)
         assert sample is not None and torch.equal(sample["hidden_states"], states)
         with Client(sidecar.url) as client:
             client.delete(client.find(state="ready")[0])
         assert transfer.get_cached(0) is None
 
-    def test_a_sidecar_that_is_down_is_waited_for_and_then_named(self, connect: Connect, source: Source) -> None:
-        transfer = connect(replace(source, url="http://127.0.0.1:9", wait_s=0.1))
+    def test_a_sidecar_that_is_down_is_waited_for_and_then_named(self, connect: Connect, settings: RunSettings) -> None:
+        transfer = connect(replace(settings, url="http://127.0.0.1:9", wait_s=0.1))
         with pytest.raises(SidecarUnreachable, match=r"127\.0\.0\.1:9"):
             transfer.get_cached(0)
 
-    def test_it_is_pickled_without_its_connection(self, connect: Connect, source: Source, feeder: Feeder) -> None:
+    def test_it_is_pickled_without_its_connection(
+        self, connect: Connect, settings: RunSettings, feeder: Feeder
+    ) -> None:
         feeder.capture(states_of(ROWS[0]), ROWS[0])
-        transfer = connect(source)
+        transfer = connect(settings)
         assert transfer.get_cached(0) is not None
         copy: SidecarTransfer = pickle.loads(pickle.dumps(transfer))
         with contextlib.closing(copy):
-            assert copy.source == source and copy.get_cached(0) is not None
+            assert copy.settings == settings and copy.get_cached(0) is not None
 
 
 class TestGenerated:
@@ -163,12 +172,12 @@ class TestGenerated:
         return {"handle": f"{sidecar.url}/v1/captures/{capture_id}", "capture_id": capture_id}
 
     def test_it_blocks_until_the_capture_is_whole(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, feeder: Feeder
     ) -> None:
         row, states = ROWS[0], states_of(ROWS[0])
         capture_id = feeder.open(len(row))
         found: list[dict[str, torch.Tensor]] = []
-        transfer, answer = connect(source), self.answer(sidecar, capture_id)
+        transfer, answer = connect(settings), self.answer(sidecar, capture_id)
         thread = threading.Thread(target=lambda: found.append(transfer.get_generated(answer)))
         thread.start()
         thread.join(0.3)
@@ -180,19 +189,19 @@ class TestGenerated:
         assert torch.equal(found[0]["hidden_states"], states)
 
     def test_a_failed_capture_says_why(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, feeder: Feeder
     ) -> None:
         capture_id = feeder.open(4)
         feeder.fail(capture_id, FailReason.STALLED, "no rows")
         with pytest.raises(CaptureFailed, match=r"stalled \(no rows\)"):
-            connect(source).get_generated(self.answer(sidecar, capture_id))
+            connect(settings).get_generated(self.answer(sidecar, capture_id))
 
     def test_a_capture_that_never_ends_is_given_up(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, feeder: Feeder
     ) -> None:
         answer = self.answer(sidecar, feeder.open(4))
         with pytest.raises(CapturePending):
-            connect(replace(source, wait_s=0.2)).get_generated(answer)
+            connect(replace(settings, wait_s=0.2)).get_generated(answer)
 
     @pytest.mark.parametrize(
         ("change", "says"),
@@ -204,29 +213,29 @@ class TestGenerated:
         ],
     )
     def test_what_the_trainer_would_not_notice_is_refused(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, change: dict[str, Any], says: str
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, change: dict[str, Any], says: str
     ) -> None:
-        about = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, **change}
+        about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, **change}
         with Feeder(sidecar.url, **about) as feeding:
             capture_id = feeding.capture(states_of(ROWS[0]), ROWS[0])
         with pytest.raises(SettingsError, match=says):
-            connect(source).get_generated(self.answer(sidecar, capture_id))
+            connect(settings).get_generated(self.answer(sidecar, capture_id))
 
-    def test_another_sidecars_handle_is_named(self, connect: Connect, source: Source) -> None:
+    def test_another_sidecars_handle_is_named(self, connect: Connect, settings: RunSettings) -> None:
         answer = {"handle": f"http://elsewhere:8190/v1/captures/{'0' * 32}"}
-        with pytest.raises(SettingsError, match=r"elsewhere:8190.*--hsc-url"):
-            connect(replace(source, wait_s=0.2)).get_generated(answer)
+        with pytest.raises(SettingsError, match=r"elsewhere:8190.*--sidecar"):
+            connect(replace(settings, wait_s=0.2)).get_generated(answer)
 
-    def test_another_connectors_answer_is_named(self, connect: Connect, source: Source) -> None:
+    def test_another_connectors_answer_is_named(self, connect: Connect, settings: RunSettings) -> None:
         with pytest.raises(SettingsError, match="does the engine use its connector"):
-            connect(source).get_generated({"hidden_states_path": "/tmp/cmpl-7.safetensors"})
+            connect(settings).get_generated({"hidden_states_path": "/tmp/cmpl-7.safetensors"})
 
     @pytest.mark.parametrize("keep", [False, True])
     def test_delete_releases_a_capture_by_handle_or_by_path(
-        self, connect: Connect, source: Source, sidecar: SidecarThread, feeder: Feeder, keep: bool
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, feeder: Feeder, keep: bool
     ) -> None:
         ids = [feeder.capture(states_of(ROWS[index]), ROWS[index]) for index in range(2)]
-        transfer = connect(replace(source, keep=keep))
+        transfer = connect(replace(settings, keep=keep))
         transfer.delete(f"{sidecar.url}/v1/captures/{ids[0]}")
         transfer.delete(f"/store/captures/{ids[1][-2:]}/{ids[1]}.safetensors")
         transfer.delete(ids[1])
@@ -245,7 +254,7 @@ class TestSettings:
         parser = argparse.ArgumentParser(add_help=False)
         SidecarBackend.add_train_args(parser)
         for action in parser._actions:
-            assert action.option_strings[0].startswith("--hsc-")
+            assert action.option_strings[0].startswith(("--hsc-", "--sidecar"))
             assert action.type in (str, float) and action.nargs is None and isinstance(action.default, action.type)
 
     def test_layers_default_to_the_trainers_own(self, model: Path) -> None:
@@ -271,12 +280,32 @@ class TestSettings:
         register()
         assert HiddenStatesBackend.registry[NAME] is SidecarBackend
 
-    def test_their_launcher_gets_our_connector(self) -> None:
+    @pytest.mark.parametrize(
+        ("words", "variables", "sidecar"),
+        [
+            (["--sidecar", "http://h:1"], {"HSC_SIDECAR": "http://other:1"}, "http://h:1"),
+            (["--hsc-url", "http://h:1"], {"HSC_SIDECAR": "http://other:1"}, "http://h:1"),
+            ([], {"HSC_SIDECAR": "http://h:1", "HSC_URL": "http://other:1"}, "http://h:1"),
+            ([], {"HSC_URL": "http://h:1"}, "http://h:1"),
+            ([], {}, "http://127.0.0.1:8190"),
+        ],
+    )
+    def test_their_launcher_gets_our_connector(
+        self, words: list[str], variables: dict[str, str], sidecar: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("HSC_SIDECAR", "HSC_URL"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         parser = argparse.ArgumentParser()
         SidecarBackend.add_launch_args(parser)
-        config = SidecarBackend.build_kv_transfer_config(parser.parse_args(["--hsc-url", "http://h:1"]))
+        config = SidecarBackend.build_kv_transfer_config(parser.parse_args(words))
         assert config["kv_connector"] == "HiddenStatesConnector"
-        assert config["kv_connector_extra_config"] == {"sidecar": "http://h:1"}
+        assert config["kv_connector_extra_config"] == {"sidecar": sidecar}
+
+    def test_the_older_name_of_the_sidecar_still_works(self, model: Path) -> None:
+        given = self.arguments(model, target_layer_ids=[0, 1, 3], hsc_url="http://h:1")
+        assert SidecarBackend.from_train_args(given, "data").settings.url == "http://h:1"
 
 
 def hsconnector(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -293,7 +322,8 @@ class TestCommand:
     def test_help_and_usage_are_theirs_with_our_options(self) -> None:
         done = hsconnector("train", "--help")
         assert done.returncode == 0
-        assert "--hsc-url" in done.stdout and "--ttt-steps" in done.stdout
+        assert "--sidecar" in done.stdout and "--ttt-steps" in done.stdout
+        assert "--hsc-url" not in done.stdout.partition("hidden-states backends")[2]
         assert hsconnector("train", "--no-such-option").returncode == 2
 
 
@@ -308,12 +338,12 @@ def test_training_cannot_tell_stored_captures_from_plain_files(
     """
     data = write_dataset(tmp_path / "data", ROWS)
     states = [states_of(row) for row in ROWS]
-    about = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "model": str(model)}
+    about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "model": str(model)}
     with Feeder(sidecar.url, **about) as feeding:
         ids = [feeding.capture(rows, tokens) for rows, tokens in zip(reversed(states), reversed(ROWS), strict=True)]
     files = write_plain_files(tmp_path / "files", sidecar.url, ROWS)
     offline = ("--vllm-endpoint", NOBODY, "--on-missing", "raise", "--num-workers", "2")
-    ours = (*offline, "--hsc-url", sidecar.url)
+    ours = (*offline, "--sidecar", sidecar.url)
 
     plain = train(tmp_path, "plain", "speculators", kind, model, data, *offline, "--hidden-states-path", str(files))
     assert len(plain.steps) in STEPS and plain.error_records == 0

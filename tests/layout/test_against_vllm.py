@@ -8,7 +8,6 @@ Intended differences, each with its own test below:
 | layers in a composite that is scaled | keep block size and page     | grow with it    | one block table        |
 | only hidden-state layers, two sizes  | min() of nothing             | one sentence    | says what is missing   |
 | sliding-window MLA promoted to MLA   | TypeError                    | one sentence    | says what to leave out |
-| packed, sliding layers of two pages  | layers lost, start asserts   | one sentence    | says what to set       |
 | block sizes with a useless lcm       | starts, hashes single tokens | refused         | vllm#51108             |
 """
 
@@ -29,10 +28,8 @@ from hsconnector.errors import LayoutError
 from hsconnector.layout.capacity import capacity, pool_bytes_per_block
 from hsconnector.layout.granularity import (
     check_granularity,
-    global_block_size,
     resolve_block_sizes,
 )
-from hsconnector.layout.packed import closest_divisor
 from hsconnector.layout.rules import Grouping, form_groups, largest_divisor_at_most, scale_groups
 from hsconnector.layout.specs import Group, HiddenState, Mamba, Spec, layer_specs
 from tests.layout.installed_vllm import KVCacheLayout, engine, interface
@@ -49,12 +46,11 @@ fast = settings(
 )
 
 
-def config(*, packed: bool = False, hybrid: bool = True, caching: bool = True, connector: bool = True) -> Any:
-    layout = KVCacheLayout.BLHNC if packed else KVCacheLayout.LBHNC
+def config(*, hybrid: bool = True, caching: bool = True) -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not hybrid),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: layout,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
             enable_prefix_caching=caching,
             prefix_match_unit=None,
             block_size=16,
@@ -63,7 +59,7 @@ def config(*, packed: bool = False, hybrid: bool = True, caching: bool = True, c
         attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,
         model_config=None,
-        kv_transfer_config=SimpleNamespace() if connector else None,
+        kv_transfer_config=SimpleNamespace(),
     )
 
 
@@ -76,10 +72,10 @@ def engine_groups(specs: dict[str, Any], **options: bool) -> tuple[Group, ...] |
     return groups_from_vllm(groups) if engine._groups_partition_layers_exactly(specs, groups) else None
 
 
-def our_groups(specs: dict[str, Any], *, packed: bool, hybrid: bool, as_engine: bool) -> tuple[Group, ...] | None:
+def our_groups(specs: dict[str, Any], *, hybrid: bool, as_engine: bool) -> tuple[Group, ...] | None:
     ours = {name: spec_from_vllm(spec) for name, spec in specs.items()}
     try:
-        return form_groups(ours, Grouping(block_outermost=packed, hybrid_manager=hybrid, as_engine=as_engine))
+        return form_groups(ours, Grouping(hybrid_manager=hybrid, as_engine=as_engine))
     except LayoutError as refused:
         assert str(refused) and "\n" not in str(refused)
         return None
@@ -90,14 +86,12 @@ def has_one_page(groups: tuple[Group, ...]) -> bool:
 
 
 @fast
-@given(spec_sets() | scaled_sets(), st.booleans(), st.booleans())
-def test_groups_sizes_pages_waste_and_refusals_are_the_engines(
-    specs: dict[str, Any], packed: bool, hybrid: bool
-) -> None:
-    theirs = engine_groups(specs, packed=packed, hybrid=hybrid)
+@given(spec_sets() | scaled_sets(), st.booleans())
+def test_groups_sizes_pages_waste_and_refusals_are_the_engines(specs: dict[str, Any], hybrid: bool) -> None:
+    theirs = engine_groups(specs, hybrid=hybrid)
     event("refused" if theirs is None else f"{min(len(theirs), 5)} groups")
-    assert our_groups(specs, packed=packed, hybrid=hybrid, as_engine=True) == theirs
-    closed = our_groups(specs, packed=packed, hybrid=hybrid, as_engine=False)
+    assert our_groups(specs, hybrid=hybrid, as_engine=True) == theirs
+    closed = our_groups(specs, hybrid=hybrid, as_engine=False)
     if closed != theirs:
         event("differs on purpose")
         assert closed is not None and theirs is not None
@@ -107,48 +101,41 @@ def test_groups_sizes_pages_waste_and_refusals_are_the_engines(
 
 
 @settings(fast, max_examples=max(EXAMPLES // 8, 50))
-@given(
-    spec_sets() | scaled_sets(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, None, 4, 16, 17])
-)
-def test_scheduler_hash_and_hit_sizes_are_the_engines(
-    specs: dict[str, Any], packed: bool, caching: bool, connector: bool, unit: int | None
-) -> None:
-    setup = config(packed=packed, caching=caching, connector=connector)
-    assume(engine_groups(specs, packed=packed) is not None)
+@given(spec_sets() | scaled_sets(), st.booleans())
+def test_scheduler_hash_and_hit_sizes_are_the_engines(specs: dict[str, Any], caching: bool) -> None:
+    setup = config(caching=caching)
+    assume(engine_groups(specs) is not None)
     groups = engine.get_kv_cache_groups(setup, dict(specs))
     kv_config = interface.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     flat = engine.generate_scheduler_kv_cache_config([kv_config])
     ours = groups_from_vllm(flat.kv_cache_groups)
-    setup.cache_config.block_size = global_block_size(ours)
-    setup.cache_config.prefix_match_unit = unit
+    cacheable = [group.spec.block_size for group in ours if group.spec.prefix_cacheable]
+    setup.cache_config.block_size = min(cacheable or [group.spec.block_size for group in ours])
     try:
         scheduler, hashed = engine.resolve_kv_cache_block_sizes(flat, setup)
         theirs = (scheduler, hashed, engine.resolve_cache_hit_alignment_tokens(flat, setup, scheduler, hashed))
     except REFUSALS:
         with pytest.raises(LayoutError):
-            resolve_block_sizes(ours, prefix_caching=caching, connector=connector, prefix_match_unit=unit)
+            resolve_block_sizes(ours, prefix_caching=caching)
         return
-    sizes = resolve_block_sizes(ours, prefix_caching=caching, connector=connector, prefix_match_unit=unit)
+    sizes = resolve_block_sizes(ours, prefix_caching=caching)
     assert (sizes.scheduler, sizes.hash, sizes.hit) == theirs
 
 
 @settings(fast, max_examples=max(EXAMPLES // 8, 50))
-@given(spec_sets(), st.booleans())
-def test_pages_alignment_and_bytes_per_block_are_the_engines(specs: dict[str, Any], packed: bool) -> None:
+@given(spec_sets())
+def test_pages_alignment_and_bytes_per_block_are_the_engines(specs: dict[str, Any]) -> None:
     for spec in specs.values():
         ours = spec_from_vllm(spec)
         assert ours.page_size_bytes == spec.page_size_bytes
         assert ours.stride_alignment_bytes == spec.get_block_stride_alignment()
-    groups = engine_groups(specs, packed=packed)
+    groups = engine_groups(specs)
     assume(groups is not None)
-    theirs = engine.get_kv_cache_groups(config(packed=packed), dict(specs))
+    theirs = engine.get_kv_cache_groups(config(), dict(specs))
     for group, own in zip(theirs, groups or (), strict=True):
         assert own.spec.page_size_bytes == group.kv_cache_spec.page_size_bytes
         assert own.spec.prefix_cacheable == group.kv_cache_spec.prefix_cacheable
-    layout = KVCacheLayout.BLHNC if packed else KVCacheLayout.LBHNC
-    assert pool_bytes_per_block(groups or (), block_outermost=packed) == engine._get_kv_cache_bytes_per_block(
-        theirs, layout
-    )
+    assert pool_bytes_per_block(groups or ()) == engine._get_kv_cache_bytes_per_block(theirs, KVCacheLayout.LBHNC)
 
 
 @settings(fast, max_examples=max(EXAMPLES // 8, 50))
@@ -169,11 +156,6 @@ def test_what_one_request_takes_is_the_engines(
     theirs = engine._max_memory_usage_bytes_from_groups(setup, engine.get_kv_cache_groups(config(), dict(specs)))
     ours = capacity(groups or (), max_model_len=length, in_flight_tokens=in_flight)
     assert ours.bytes_per_block * ours.blocks_per_request == theirs
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 70))
-def test_the_closest_divisor_is_the_engines(values: list[int], at_least: int) -> None:
-    assert closest_divisor(values, at_least=at_least) == engine._approximate_gcd(values, lower_bound=at_least)
 
 
 @given(st.integers(1, 5_000), st.integers(1, 5_000))
@@ -234,17 +216,6 @@ def test_difference_sliding_window_mla_is_not_promoted() -> None:
         engine.get_kv_cache_groups(config(hybrid=False), dict(specs))
     with pytest.raises(LayoutError, match="bounded_replay"):
         form_groups({n: spec_from_vllm(s) for n, s in specs.items()}, Grouping(hybrid_manager=False))
-
-
-def test_difference_packing_that_loses_layers_is_refused() -> None:
-    def sliding(dtype: torch.dtype) -> interface.SlidingWindowSpec:
-        return interface.SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=dtype, sliding_window=128)
-
-    specs = {"a": sliding(torch.float32), "b": sliding(torch.bfloat16), "c": sliding(torch.bfloat16), "h": row(64)}
-    with pytest.raises(StopIteration):
-        engine.get_kv_cache_groups(config(packed=True), dict(specs))
-    with pytest.raises(LayoutError, match="splits 3 sliding window layers of 2 page sizes and loses some"):
-        form_groups({n: spec_from_vllm(s) for n, s in specs.items()}, Grouping(block_outermost=True))
 
 
 def test_difference_181_beside_544_is_refused() -> None:

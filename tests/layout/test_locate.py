@@ -17,7 +17,7 @@ HIDDEN_GROUP = Group(("cache_only_layers.40",), HIDDEN)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_case_1_and_2_the_group_is_known_by_its_type_and_has_its_own_block_size(position: int) -> None:
+def test_the_group_is_known_by_its_type_and_has_its_own_block_size(position: int) -> None:
     groups = [ATTENTION_GROUP, Group(("model.layers.1",), MAMBA)]
     groups.insert(position, HIDDEN_GROUP)
     found = locate_hidden_group(groups, global_block_size=528)
@@ -48,7 +48,7 @@ def test_a_pipeline_rank_without_the_layer_still_finds_the_group() -> None:
     assert (found.index, found.layer_name, found.block_size) == (1, None, 22)
 
 
-def test_case_7_a_lost_marker_is_refused_and_every_group_named() -> None:
+def test_a_lost_marker_is_refused_and_every_group_named() -> None:
     lost = Group(("cache_only_layers.40",), MLA(block_size=22, num_kv_heads=4, head_size=2048, dtype="bfloat16"))
     with pytest.raises(LayoutError) as refused:
         locate_hidden_group([ATTENTION_GROUP, Group(("b",), SLIDING), lost])
@@ -85,7 +85,7 @@ def test_a_tensor_in_smaller_kernel_blocks_divides_the_block() -> None:
 
 
 @pytest.mark.parametrize(("spec", "tensor"), [(22, 528), (528, 31), (16, 0), (0, 16)])
-def test_case_1_a_size_that_does_not_divide_is_refused_with_both_numbers(spec: int, tensor: int) -> None:
+def test_a_size_that_does_not_divide_is_refused_with_both_numbers(spec: int, tensor: int) -> None:
     with pytest.raises(LayoutError, match=rf"blocks of {spec} tokens .* blocks of {tensor}, which does not divide"):
         check_view_block_size(spec, tensor)
 

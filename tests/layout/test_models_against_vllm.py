@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hsconnector.layout.architectures import WITH_HIDDEN_STATES, WITHOUT_HIDDEN_STATES
 from hsconnector.layout.models import StateLayer, read_model
 from hsconnector.layout.serving import pipeline_stages
+from hsconnector.vllm_facts import WITH_HIDDEN_STATES, WITHOUT_HIDDEN_STATES
 from tests.layout import configs
 from tests.layout.installed_vllm import MambaStateShapeCalculator, get_pp_indices, models_folder
 

@@ -6,11 +6,11 @@ import pytest
 
 from hsconnector.capture.layers import choose_layers
 from hsconnector.errors import LayoutError, SettingsError
-from hsconnector.layout.defects import DEFECTS, parse_version
 from hsconnector.layout.models import AttentionLayer, LatentLayer, StateLayer, read_model
 from hsconnector.layout.plan import Plan, make_plan
 from hsconnector.layout.serving import Serving, cache_specs, pipeline_stages
 from hsconnector.layout.specs import Composite
+from hsconnector.vllm_facts import DEFECTS
 from tests.layout import configs
 
 GIB = 2**30
@@ -128,11 +128,6 @@ def test_without_the_hybrid_manager_the_mix_becomes_one_composite() -> None:
     assert planned(configs.LINEAR_HYBRID, hybrid_manager=False).refused is not None
 
 
-def test_the_packed_layout_keeps_the_global_block_size() -> None:
-    plan = planned(configs.SLIDING_FULL_20B, block_outermost=True, tp=8, dtype="bfloat16")
-    assert plan.groups[-1].holds_hidden_states
-
-
 def test_pipeline_stages_and_the_last_ones_memory() -> None:
     assert [len(stage) for stage in pipeline_stages(36, 4)] == [9, 9, 9, 9]
     assert [len(stage) for stage in pipeline_stages(61, 4)] == [15, 15, 16, 15]
@@ -146,7 +141,7 @@ def test_pipeline_stages_and_the_last_ones_memory() -> None:
     ("config", "serving", "message"),
     [
         (configs.NO_HIDDEN_STATES, {}, r"Gemma3ForCausalLM hands out no hidden states.*--model-impl transformers"),
-        (configs.DENSE_8B, {"version": "0.27.1"}, r"vLLM 0.27.1 does not support extract_hidden_states.*need >= 0.28"),
+        (configs.DENSE_8B, {"version": "0.27.1"}, r"vLLM 0.27.1 is too old for extract_hidden_states.*0.28 or newer"),
         (configs.DENSE_8B, {"kv_cache_dtype": "float16"}, r"the engine stops at the first row"),
         (configs.DENSE_8B, {"block_size": 24}, r"--block-size 24 is not a multiple of the 16 tokens"),
         (configs.DENSE_8B, {"memory": GIB}, r"one request of 40,960 tokens needs 6.88 GiB .* 1.00 GiB are there"),
@@ -175,11 +170,6 @@ def test_defects_bite_by_version(version: str, count: int) -> None:
     plan = planned(configs.LINEAR_HYBRID, layers="24,48", max_model_len=32_768, version=version)
     assert len(plan.defects) == count
     assert all(defect in DEFECTS.values() for defect in plan.defects)
-
-
-def test_versions() -> None:
-    assert parse_version("0.32.0+cpu") == (0, 32, 0)
-    assert parse_version("0.33.0rc1") == (0, 33)
 
 
 @pytest.mark.parametrize(

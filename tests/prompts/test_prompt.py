@@ -54,11 +54,6 @@ def test_a_row_that_cannot_be_asked_is_named_with_its_fault(row: object, line: s
     assert "\n" not in str(missing)
 
 
-def test_a_conversation_that_is_no_list_is_refused() -> None:
-    missing = read({"conversations": {"a": 1}}, encode=lambda conversation, tools: ([1], [1]))
-    assert str(missing) == "row 7: has a conversation that is no list of messages, but a dict"
-
-
 def test_the_id_comes_from_its_field_and_the_line_names_both() -> None:
     assert read({"input_ids": [1], "id": "a-1"}, id_field="id") == Prompt(7, "a-1", (1,), (1,))
     assert read({"input_ids": [1], "id": 12}, id_field="id") == Prompt(7, "12", (1,), (1,))

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hsconnector.reference.model.comparison import compare, explain, ranges
 
 from hsconnector.errors import SettingsError
+from hsconnector.reference.comparison import compare, explain, ranges
 
 LAYERS = torch.randn(20, 7, 16, generator=torch.Generator().manual_seed(0))
 NORMED = LAYERS[:, 6] / LAYERS[:, 6].norm(dim=-1, keepdim=True)

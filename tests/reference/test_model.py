@@ -5,17 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hsconnector.reference.model.model import ReferenceModel
 
 from hsconnector.errors import SettingsError, UnsupportedError
+from hsconnector.reference.model import ReferenceModel
 from tests.hugging_face import final_norm, reference_states
 from tests.models import NUM_LAYERS, random_token_ids, tiny_gpt_oss, tiny_qwen3
 
 
 @pytest.mark.parametrize("build", [tiny_qwen3, tiny_gpt_oss])
-def test_case_10_and_13_every_layer_and_the_norm_are_hugging_faces(
-    tmp_path: Path, build: Callable[[Path], Path]
-) -> None:
+def test_every_layer_and_the_norm_are_hugging_faces(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     path, token_ids = build(tmp_path), random_token_ids(90)
     every = range(NUM_LAYERS + 1)
     expected = reference_states(path, token_ids, every)
@@ -38,6 +36,6 @@ def test_layers_and_checkpoints_that_are_not_there_are_named(tmp_path: Path) -> 
 
 
 def test_a_decoder_without_a_final_norm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hsconnector.reference.model._NORM_NAMES", ("no_such_norm",))
+    monkeypatch.setattr("hsconnector.reference.model.NORM_NAMES", ("no_such_norm",))
     with pytest.raises(UnsupportedError, match="Qwen3Model, which has none of no_such_norm"):
         ReferenceModel(tiny_qwen3(tmp_path))

@@ -106,7 +106,7 @@ def test_any_client_id_is_found(client: str, route: str, n: int) -> None:
 
 
 def test_two_requests_with_the_same_client_id(engine: Engine, http: httpx.Client) -> None:
-    """CASES 64: both are listed by the client's id, each found by the engine's."""
+    """Both are listed by the client's id, each found by the engine's (vllm#27987)."""
     one = engine.capture(2, request_id="chatcmpl-job7-00000001")
     two = engine.capture(3, request_id="chatcmpl-job7-00000002")
     assert ids(http, client_id="job7") == [two, one]

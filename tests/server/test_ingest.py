@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -212,7 +213,9 @@ def test_a_capture_opened_again_in_another_stream(engine: Engine, sidecar: Sidec
         ({"request_id": "x" * 70_000}, "the request id has more than"),
     ],
 )
-def test_a_capture_that_describes_itself_badly(engine: Engine, sidecar: SidecarThread, info: dict, words: str) -> None:
+def test_a_capture_that_describes_itself_badly(
+    engine: Engine, sidecar: SidecarThread, info: dict[str, Any], words: str
+) -> None:
     (answer,) = engine.send(opening(**info))
     assert (answer.status, answer.reason) == (FAILED, FailReason.BAD_MESSAGE)
     assert words in answer.detail
@@ -323,7 +326,7 @@ def test_a_body_that_keeps_growing_is_no_silence(tmp_path: Path, first: int) -> 
     ],
 )
 def test_a_producer_that_makes_no_sense(
-    sidecar: SidecarThread, facts: dict, status: int, kind: str, words: str
+    sidecar: SidecarThread, facts: dict[str, Any], status: int, kind: str, words: str
 ) -> None:
     with pytest.raises(RuntimeError) as refused:
         Engine(sidecar.url, **facts)

@@ -169,16 +169,16 @@ def test_the_store_is_made_for_us_and_our_group(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SidecarThread]:
-    """A store on a file system of 3 MB; where nothing may be mounted, with a quota."""
+    """A store on a file system of 3 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder]
-    mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    running = start_sidecar(folder / "store", quota=None if mounted else 3_000_000, full_wait_s=0)
-    yield running
-    running.stop()
-    if mounted:
-        subprocess.run(["umount", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
+    try:
+        running = start_sidecar(folder / "store", full_wait_s=0)
+        yield running
+        running.stop()
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.fixture
@@ -218,6 +218,7 @@ def fill_delete_resume(sidecar: SidecarThread) -> None:
         assert http.get("/readyz").json() == {"ready": True, "reasons": []}
 
 
+@pytest.mark.root
 def test_a_full_disk(small_disk: SidecarThread) -> None:
     fill_delete_resume(small_disk)
 
@@ -239,7 +240,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
 
 def test_a_full_quota(limited_store: SidecarThread) -> None:
-    """CASES 49."""
+    """A full disk costs the captures that find no room, and nothing else (SpecForge#426)."""
     fill_delete_resume(limited_store)
     used = sum(path.stat().st_size for path in limited_store.store.rglob("*.safetensors"))
     assert limited_store.app.store.used == used
@@ -325,7 +326,7 @@ def test_an_index_that_cannot_be_written_loses_nothing(
 
 @pytest.mark.parametrize(("policy", "state", "reason"), [("reject", "failed", "unsound"), ("warn", "ready", None)])
 def test_policies(tmp_path: Path, policy: str, state: str, reason: str | None) -> None:
-    """CASES 44."""
+    """One NaN costs its own capture only (SpecForge#104), whatever becomes of that one (speculators#615)."""
     running = start_sidecar(tmp_path / "store", on_unsound=policy)
     try:
         with Engine(running.url) as engine:

@@ -93,7 +93,6 @@ def test_rings_that_cannot_be_trusted(sidecar: SidecarThread, shm: Path, ring: S
     (shm / "link").symlink_to(ring.path)
     (shm / "folder").mkdir()
     os.mkfifo(shm / "pipe")
-    (shm / "foreign").write_bytes(bytes(4096))
     offers = {
         RingOffer("absent", 4096): "No such file",
         RingOffer("link", ring.size): "cannot be opened",
@@ -102,14 +101,22 @@ def test_rings_that_cannot_be_trusted(sidecar: SidecarThread, shm: Path, ring: S
         RingOffer("ring", ring.size + 1): "was offered with 1048577 bytes and has 1048576",
         RingOffer("ring", -1): "was offered with -1 bytes",
     }
-    if os.geteuid() == 0:
-        os.chown(shm / "foreign", 65534, 65534)
-        offers[RingOffer("foreign", 4096)] = "belongs to user 65534 and group 65534"
     for offer, words in offers.items():
-        with Engine(sidecar.url, ring=offer) as engine:
-            assert not engine.accepted.shm
-            assert words in engine.accepted.shm_reason
-            assert engine.capture(3)
+        is_refused(sidecar, offer, words)
+
+
+@pytest.mark.root
+def test_the_ring_of_another_user_cannot_be_trusted(sidecar: SidecarThread, shm: Path) -> None:
+    (shm / "foreign").write_bytes(bytes(4096))
+    os.chown(shm / "foreign", 65534, 65534)
+    is_refused(sidecar, RingOffer("foreign", 4096), "belongs to user 65534 and group 65534")
+
+
+def is_refused(sidecar: SidecarThread, offer: RingOffer, words: str) -> None:
+    with Engine(sidecar.url, ring=offer) as engine:
+        assert not engine.accepted.shm
+        assert words in engine.accepted.shm_reason
+        assert engine.capture(3)
 
 
 def test_streams_let_their_memory_go(sidecar: SidecarThread, ring: SharedFile) -> None:

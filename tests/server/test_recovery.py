@@ -83,7 +83,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_damaged_shards_are_never_ready(store: Path, known: bool) -> None:
-    """CASES 46."""
+    """As left by a crash, a full disk or a copy that broke off (marker#970, InvokeAI#7009)."""
     good, *names = fill(store, 1 + len(HOSTILE))
     damaged = dict(zip(names, HOSTILE, strict=True))
     for name, damage in damaged.items():
@@ -152,7 +152,12 @@ def test_only_what_is_unknown_or_changed_is_read(store: Path, monkeypatch: pytes
     names = fill(store, 3)
     read: list[str] = []
     real = recovery.inspect_shard
-    monkeypatch.setattr(recovery, "inspect_shard", lambda path: (read.append(path.name), real(path))[1])
+
+    def noted(path: Path) -> Any:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(recovery, "inspect_shard", noted)
     start_sidecar(store).stop()
     assert read == []
     os.utime(shard(store, names[1]))

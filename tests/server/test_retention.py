@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hsconnector.capture.protocol import CaptureState, Commit, FailReason, Rows, Span, pack_token_ids
+from hsconnector.capture.protocol import CaptureState, Commit, FailReason, Message, Rows, Span, pack_token_ids
 from server.store import RESERVE
 from tests.server.engine import Engine, metric, opening, rows_of
 from tests.sidecar import start_sidecar
@@ -99,7 +99,7 @@ def test_a_thousand_captures_pass_through_a_budget_of_ten(limited: Limited) -> N
 def test_a_batch_larger_than_what_is_free_makes_its_own_room(limited: Limited) -> None:
     """Sixteen captures in one batch: those of the batch's head have to go for its tail."""
     opened = [opening(num_prompt_tokens=20) for _ in range(16)]
-    messages = []
+    messages: list[Message] = []
     for message in opened:
         name = message.capture.capture_id
         messages += [message, Rows(name, 0, 20, Span(0, ROWS.nbytes)), Commit(name, 20, pack_token_ids(range(20)))]
@@ -192,7 +192,7 @@ def test_a_sidecar_that_stops_lets_go_of_who_waits(limited: Limited) -> None:
 
 @limits("limited", [{"captures": 100, "ttl_s": 0.05, "sweep_s": 0.01}], indirect=True)
 def test_the_sweeper_leaves_what_is_read_leased_or_not_complete(limited: Limited) -> None:
-    """CASES 66. The reader is slow: the kernel's buffers hold less than the shard."""
+    """As speculators#1011 asks. The reader is slow: the kernel's buffers hold less than the shard."""
     with Engine(limited.sidecar.url, hidden_size=1024) as engine:
         wide = rows_of(1200, hidden=1024)
         limited.sidecar.app.store.quota = None
@@ -229,7 +229,7 @@ def limited_state(url: str, name: str) -> str:
 
 @limits("limited", [{"captures": 100, "sweep_s": 600}], indirect=True)
 def test_a_reader_that_goes_away_leaves_the_shard(limited: Limited) -> None:
-    """CASES 66: an open GET is dropped; the capture is ready, and may go again."""
+    """A consumer that crashes drops its GET (speculators#1011): the capture is ready, and may go again."""
     with Engine(limited.sidecar.url, hidden_size=1024) as engine:
         limited.sidecar.app.store.quota = None
         name = engine.capture(rows_of(1200, hidden=1024))

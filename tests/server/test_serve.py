@@ -17,10 +17,10 @@ from tests.sidecar import start_sidecar_process
 COMMAND = Path(sys.executable).with_name("hsconnector")
 
 
-def serve(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def serve(*options: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HSC_")}
-    command = [COMMAND, "serve", "--port=0", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=cwd)
+    command: list[str | Path] = [COMMAND, "serve", "--port=0", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment | variables, cwd=cwd)
 
 
 def test_one_line_when_ready_and_exit_0_on_sigterm(tmp_path: Path) -> None:
@@ -71,6 +71,22 @@ def test_bad_settings_are_usage_errors(tmp_path: Path, option: str, words: str) 
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_options_win_over_variables_and_those_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text('host = "10.0.0.1"')
+    config = f"--config={file}"
+    assert "refusing to listen on 10.0.0.1 " in serve(config).stderr
+    assert "refusing to listen on 10.0.0.2 " in serve(config, HSC_HOST="10.0.0.2").stderr
+    assert "refusing to listen on 10.0.0.3 " in serve(config, "--host=10.0.0.3", HSC_HOST="10.0.0.2").stderr
+
+
+def test_an_option_that_says_what_the_default_is_wins_too(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = serve(f"--store={tmp_path / 'store'}", f"--port={port}", "--host=127.0.0.1", HSC_HOST="10.0.0.2")
+    assert done.stderr.startswith(f"hsconnector: cannot listen on 127.0.0.1:{port}: ")
 
 
 def test_beside_a_server_py_of_theirs(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hsconnector.errors import SettingsError
-from server.settings import OnUnsound, Settings, load
+from server.settings import OnUnsound, load
 
 
 def test_defaults() -> None:
@@ -88,6 +88,6 @@ def test_beyond_loopback_needs_a_key(host: str, tmp_path: Path) -> None:
 
 
 def test_settings_are_frozen() -> None:
-    settings = Settings()
+    settings = load()
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from hsconnector.connector.origins import Origins
+from hsconnector.connector.external_rows import ExternalRows
 
 LOADED = "32 tokens were loaded from outside and have no hidden states here"
 
 
-def origins(block_size: int = 8, hit_size: int = 16) -> Origins:
-    return Origins(block_size, hit_size)
+def external(block_size: int = 8, hit_size: int = 16) -> ExternalRows:
+    return ExternalRows(block_size, hit_size)
 
 
 def test_what_the_engine_has_itself_is_ours() -> None:
-    o = origins()
+    o = external()
     o.offered("a", 32)
     assert o.arrived("a", [1, 2, 3, 4, 5], 32) is None
     assert o.hit([1, 2, 3, 4], 32) is None
@@ -18,7 +18,7 @@ def test_what_the_engine_has_itself_is_ours() -> None:
 
 
 def test_a_request_that_was_given_more_than_the_engine_had() -> None:
-    o = origins()
+    o = external()
     o.offered("a", 16)
     assert o.arrived("a", range(1, 9), 48) == LOADED
     assert o.hit([1, 2, 9], 16) is None
@@ -27,7 +27,7 @@ def test_a_request_that_was_given_more_than_the_engine_had() -> None:
 
 
 def test_the_tail_of_a_local_hit_is_not_shown_to_connectors() -> None:
-    o = origins()
+    o = external()
     o.offered("a", 16)
     assert o.arrived("a", [1, 2, 3, 4], 24) is None
     o.offered("b", 0)
@@ -39,7 +39,7 @@ def test_the_tail_of_a_local_hit_is_not_shown_to_connectors() -> None:
 
 
 def test_blocks_that_are_computed_here_again_are_ours_again() -> None:
-    o = origins()
+    o = external()
     o.offered("a", 0)
     o.loaded("a", 32, [1, 2, 3, 4, 5])
     assert o.arrived("a", [1, 2, 3, 4, 5], 32) == LOADED
@@ -51,7 +51,7 @@ def test_blocks_that_are_computed_here_again_are_ours_again() -> None:
 
 
 def test_nothing_is_kept_of_requests_that_are_over() -> None:
-    o = origins()
+    o = external()
     o.offered("a", 8)
     o.offered("b", 8)
     o.forget("a")

@@ -1,9 +1,8 @@
-"""Which states a run is after, and whether a capture holds them. Pure."""
+"""Which content a run is after, and whether a capture is of it, whole and sound. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from hsconnector.capture.content import Content
 from hsconnector.capture.layers import choose_layers
@@ -12,10 +11,10 @@ from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import SettingsError, UnsupportedError
 from hsconnector.prompts.prompt import Prompt
 
-__all__ = ["CaptureUnfit", "Target", "choose_target", "judge"]
+__all__ = ["CaptureUnfit", "choose_content", "judge"]
 
 _FINAL_REASONS = frozenset({FailReason.BAD_REQUEST, FailReason.UNSUPPORTED_REQUEST, FailReason.LAYOUT})
-"""Asking again would end the same."""
+"""Reasons for which the next attempt would fail as well."""
 
 
 class CaptureUnfit(Exception):
@@ -26,25 +25,10 @@ class CaptureUnfit(Exception):
         self.again = again
 
 
-@dataclass(frozen=True)
-class Target:
-    """What decides, with a prompt's tokens, the values of its hidden states."""
-
-    model: str
-    model_revision: str
-    layer_ids: tuple[int, ...]
-    lora: str = ""
-
-    def content_hash(self, token_ids: Sequence[int]) -> str:
-        """The content hash that the sidecar gives to a capture of these tokens."""
-        content = Content(self.model, self.model_revision, self.layer_ids, self.lora)
-        return content.hash_of(pack_token_ids(token_ids))
-
-
-def choose_target(
+def choose_content(
     producers: Iterable[Producer], *, model: str, lora: str = "", layers: str = "", sidecar: str
-) -> Target:
-    """The target of an engine that runs `model`, by what its stream told the sidecar.
+) -> Content:
+    """What an engine that runs `model` captures, by what its stream told the sidecar.
 
     `layers` is what `--layers` means to `launch`, or empty for whatever the engine captures.
 
@@ -52,14 +36,14 @@ def choose_target(
     others than asked for or cannot be told.
     """
     streams = list(producers)
-    found = {_target(stream, lora): stream.num_layers for stream in streams if stream.model == model}
+    found = {_content(stream, lora): stream.num_layers for stream in streams if stream.model == model}
     if not found:
         others = ", ".join(sorted({repr(stream.model) for stream in streams})) or "no engine at all"
         raise UnsupportedError(
             f"no engine of {model!r} sends to the sidecar at {sidecar}, which hears from {others}: start the engine "
             f"with `hsconnector launch {model} --sidecar {sidecar}`"
         )
-    fitting = [target for target, depth in found.items() if _has_layers(target, layers, depth)]
+    fitting = [content for content, depth in found.items() if _has_layers(content, layers, depth)]
     if not fitting:
         wanted = sorted({choose_layers(layers, depth).layer_ids for depth in found.values()})
         raise SettingsError(
@@ -68,14 +52,14 @@ def choose_target(
     if len(fitting) > 1:
         raise SettingsError(
             f"several engines of {model!r} send to {sidecar}, with layers {_layers(fitting)} and revisions "
-            f"{', '.join(repr(target.model_revision) for target in fitting)}: say which with --layers, or give each "
+            f"{', '.join(repr(content.model_revision) for content in fitting)}: say which with --layers, or give each "
             "a sidecar of its own"
         )
     return fitting[0]
 
 
-def judge(record: CaptureRecord | None, prompt: Prompt, target: Target, *, waited_s: float) -> None:
-    """Raises CaptureUnfit unless the capture holds, or held until it was used, the prompt's states, whole and sound."""
+def judge(record: CaptureRecord | None, prompt: Prompt, content: Content, *, waited_s: float) -> None:
+    """Raises CaptureUnfit unless the capture is of the prompt and the content, sound, and ready or used up already."""
     if record is None:
         raise CaptureUnfit(f"the sidecar had not heard of its capture after {waited_s:g} s", again=True)
     name = f"its capture {record.capture_id}"
@@ -86,36 +70,36 @@ def judge(record: CaptureRecord | None, prompt: Prompt, target: Target, *, waite
         raise CaptureUnfit(f"{name} failed: {record.reason}{detail}", again=record.reason not in _FINAL_REASONS)
     if record.state is CaptureState.EXPIRED and not record.consumed:
         raise CaptureUnfit(f"{name} was removed: {record.detail}", again=True)
-    if record.content_hash != target.content_hash(prompt.token_ids):
-        raise CaptureUnfit(f"{name} is of something else: {_difference(record, prompt, target)}", again=False)
+    if record.content_hash != content.hash_of(pack_token_ids(prompt.token_ids)):
+        raise CaptureUnfit(f"{name} is of something else: {_difference(record, prompt, content)}", again=False)
     if record.state is CaptureState.QUARANTINED:
         raise CaptureUnfit(f"{name} is unsound: {record.findings}", again=True)
     if record.num_rows != len(prompt.token_ids):
         raise CaptureUnfit(f"{name} has {record.num_rows} rows for {len(prompt.token_ids)} tokens", again=False)
 
 
-def _has_layers(target: Target, layers: str, num_layers: int) -> bool:
-    return not layers or target.layer_ids == choose_layers(layers, num_layers).layer_ids
+def _has_layers(content: Content, layers: str, num_layers: int) -> bool:
+    return not layers or content.layer_ids == choose_layers(layers, num_layers).layer_ids
 
 
-def _layers(targets: Iterable[Target]) -> str:
-    return _listed(target.layer_ids for target in targets)
+def _layers(contents: Iterable[Content]) -> str:
+    return _listed(content.layer_ids for content in contents)
 
 
 def _listed(layers: Iterable[Sequence[int]]) -> str:
     return " and ".join(str(list(ids)) for ids in layers)
 
 
-def _target(stream: Producer, lora: str) -> Target:
-    return Target(stream.model, stream.model_revision, tuple(stream.layer_ids), lora)
+def _content(stream: Producer, lora: str) -> Content:
+    return Content(stream.model, stream.model_revision, tuple(stream.layer_ids), lora)
 
 
-def _difference(record: CaptureRecord, prompt: Prompt, target: Target) -> str:
+def _difference(record: CaptureRecord, prompt: Prompt, content: Content) -> str:
     pairs = [
-        ("model", record.model, target.model),
-        ("revision", record.model_revision, target.model_revision),
-        ("layers", list(record.layer_ids), list(target.layer_ids)),
-        ("adapter", record.lora, target.lora),
+        ("model", record.model, content.model),
+        ("revision", record.model_revision, content.model_revision),
+        ("layers", list(record.layer_ids), list(content.layer_ids)),
+        ("adapter", record.lora, content.lora),
         ("rows", record.num_rows, len(prompt.token_ids)),
     ]
     differing = [f"{what} {theirs!r} instead of {ours!r}" for what, theirs, ours in pairs if theirs != ours]

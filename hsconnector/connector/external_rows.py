@@ -1,22 +1,23 @@
-"""Where the rows of the hidden group came from. Pure Python.
+"""Which blocks hold rows that another connector loaded, so that they have no hidden states. Pure Python.
 
-Under a `MultiConnector` another connector may bring part of a prompt's KV cache from outside. Hidden states of those
-tokens were not computed here, and its blocks stay in the engine's prefix cache, where later requests find them like
-any other.
+Under a `MultiConnector` another connector may load part of a prompt's KV cache from outside. The hidden states of those
+tokens were not computed here. The blocks stay in the engine's prefix cache, where later requests hit them like any
+other, and those requests cannot be captured either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Origins"]
+__all__ = ["ExternalRows"]
 
 
-class Origins:
-    """Follows which blocks were filled from outside, until the engine gives them to a request that computes them.
+class ExternalRows:
+    """Remembers each block that was filled from outside until a request computes its rows here.
 
-    `block_size` is the hidden group's, `hit_size` the scheduler's: a local hit that does not end on its boundary is
-    shown to connectors without its tail, so a difference smaller than that proves nothing.
+    `block_size` is the hidden group's, `hit_size` the scheduler's. The engine tells connectors of its own prefix-cache
+    hits in whole blocks of `hit_size` only. So a request that is scheduled with up to `hit_size - 1` more tokens than
+    were told has not necessarily loaded any.
     """
 
     def __init__(self, block_size: int, hit_size: int) -> None:
@@ -25,7 +26,9 @@ class Origins:
         self._local: dict[str, int] = {}
         """Of requests not scheduled yet: tokens that the engine found in its own prefix cache."""
         self._foreign: set[int] = set()
+        """Blocks that were filled from outside."""
         self._seen = False
+        """Whether any load was ever seen; from then on every difference counts as one."""
 
     @property
     def mixed(self) -> bool:
@@ -33,26 +36,29 @@ class Origins:
         return bool(self._foreign)
 
     def offered(self, request_id: str, local: int) -> None:
-        """The engine asks who has more than these tokens, which it has itself."""
+        """The engine found `local` tokens in its own prefix cache and asks connectors for more."""
         self._local[request_id] = local
 
     def loaded(self, request_id: str, external: int, table: Sequence[int]) -> str:
-        """Another connector brings so many tokens, beyond what the engine had: what is wrong with these blocks."""
+        """Another connector loads `external` tokens beyond the engine's own into `table`; returns what that means."""
         return self._fill(self._local.get(request_id, 0), external, table)
 
     def computed(self, blocks: Sequence[int]) -> None:
-        """These blocks are new to a request, which computes their rows here."""
+        """A request computes all rows of these blocks here."""
         self._foreign.difference_update(blocks)
 
     def arrived(self, request_id: str, table: Sequence[int], num_computed: int) -> str | None:
-        """A request is scheduled, for the first time or again, or over before that: what was loaded for it, or None."""
+        """A request is scheduled or has ended, with `num_computed` tokens in `table` that no step of it computed.
+
+        Returns what was loaded for it from outside, in one sentence, or None.
+        """
         found = num_computed - self._local.pop(request_id, num_computed)
         if found >= (1 if self._seen else self._hit_size):
             return self._fill(num_computed - found, found, table)
         return None
 
     def hit(self, table: Sequence[int], num_computed: int) -> str | None:
-        """What is wrong with the rows that a scheduled request was found to have already, or None."""
+        """Which of the first `num_computed` rows lie in blocks that were filled from outside, or None."""
         if not self._foreign:
             return None
         hits = table[: self._blocks(num_computed)]
@@ -63,11 +69,11 @@ class Origins:
         return f"rows from {first} to {last} were found in blocks that were loaded from outside"
 
     def fresh(self, table: Sequence[int], num_computed: int) -> Sequence[int]:
-        """The blocks of a scheduled request that hold nothing yet."""
+        """The blocks behind those that hold the first `num_computed` rows: nothing is in them yet."""
         return table[self._blocks(num_computed) :]
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """The request has ended; its blocks stay known."""
         self._local.pop(request_id, None)
 
     def _fill(self, local: int, external: int, table: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which capture becomes which file. Pure: records and rows in, jobs and problems out."""
+"""Which capture becomes which file. Pure: records and rows in, assignments and problems out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hsconnector.errors import SettingsError
 from hsconnector.formats.sample import Format
 from hsconnector.prompts.labels import DataRow
 
-__all__ = ["Job", "Jobs", "Problem", "common_identity", "make_jobs"]
+__all__ = ["Assignment", "Assignments", "Problem", "assign", "common_identity"]
 
 _IDENTITY = ("model", "model_revision", "lora", "num_layers", "hidden_size", "dtype")
 
 
 @dataclass(frozen=True)
-class Job:
-    """One file to be."""
+class Assignment:
+    """One file to be, and the capture that it is made of."""
 
     file: str
     record: CaptureRecord
@@ -27,7 +27,7 @@ class Job:
 
     @property
     def sample(self) -> str:
-        """How a person finds it again."""
+        """What a person knows the sample by."""
         return _named(self.row, self.record.sample_id, self.record.capture_id)
 
 
@@ -43,10 +43,10 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Jobs:
-    """In the order of the data set."""
+class Assignments:
+    """The files to be, in the order of the data set, and the samples that become none."""
 
-    jobs: tuple[Job, ...]
+    made: tuple[Assignment, ...]
     problems: tuple[Problem, ...]
     repeated: int
     """Captures left out because a later one holds the same sample."""
@@ -71,53 +71,53 @@ def common_identity(records: Sequence[CaptureRecord]) -> CaptureRecord:
     return first
 
 
-def make_jobs(format: Format, listing: Listing, rows: Sequence[DataRow] | None) -> Jobs:
-    """One job for each row that has a capture, or without a data set for each capture."""
+def assign(format: Format, listing: Listing, rows: Sequence[DataRow] | None) -> Assignments:
+    """One file for each row that has a capture, or without a data set for each capture."""
     return _by_capture(format, listing) if rows is None else _by_row(format, listing, rows)
 
 
-def _by_row(format: Format, listing: Listing, rows: Sequence[DataRow]) -> Jobs:
+def _by_row(format: Format, listing: Listing, rows: Sequence[DataRow]) -> Assignments:
     by_hash = {record.content_hash: record for record in listing.ready}
     by_sample = {record.sample_id: record for record in listing.ready if record.sample_id}
     unready = _by_sample(listing.others)
-    jobs, problems, used = [], [], set()
+    made, problems, used = [], [], set()
     for row in rows:
         record = None if row.problem else by_hash.get(row.content_hash) or by_sample.get(row.sample_id)
         if record is None:
             problems.append(Problem(_named(row.row, row.sample_id, ""), _missing(row, unready)))
             continue
         used.add(record.content_hash)
-        jobs.append(Job(format.file_name(row.row, record.capture_id), record, row.row, row))
+        made.append(Assignment(format.file_name(row.row, record.capture_id), record, row.row, row))
     unused = {record.content_hash for record in listing.ready} - used
-    return Jobs(tuple(jobs), tuple(problems), len(listing.ready) - len(by_hash), len(unused))
+    return Assignments(tuple(made), tuple(problems), len(listing.ready) - len(by_hash), len(unused))
 
 
-def _by_capture(format: Format, listing: Listing) -> Jobs:
-    chosen: dict[str, Job] = {}
+def _by_capture(format: Format, listing: Listing) -> Assignments:
+    chosen: dict[str, Assignment] = {}
     problems, repeated = [], 0
     for record in listing.ready:
         row = int(record.sample_id) if record.sample_id.isdecimal() and record.sample_id.isascii() else None
         if row is None and format.needs_row:
             problems.append(Problem(_named(None, record.sample_id, record.capture_id), _no_row(record, format)))
             continue
-        job = Job(format.file_name(row, record.capture_id), record, row)
-        _refuse_two_datasets(chosen.get(job.file), job)
-        repeated += job.file in chosen
-        chosen[job.file] = job
-    covered = {job.record.sample_id for job in chosen.values()}
+        new = Assignment(format.file_name(row, record.capture_id), record, row)
+        _refuse_two_datasets(chosen.get(new.file), new)
+        repeated += new.file in chosen
+        chosen[new.file] = new
+    covered = {each.record.sample_id for each in chosen.values()}
     problems += [
         Problem(_named(None, other.sample_id, other.capture_id), other.reason)
         for other in listing.others
         if not other.sample_id or other.sample_id not in covered
     ]
-    jobs = sorted(chosen.values(), key=lambda job: (job.row is None, job.row or 0, job.file))
-    return Jobs(tuple(jobs), tuple(problems), repeated, 0)
+    made = sorted(chosen.values(), key=lambda each: (each.row is None, each.row or 0, each.file))
+    return Assignments(tuple(made), tuple(problems), repeated, 0)
 
 
-def _refuse_two_datasets(earlier: Job | None, job: Job) -> None:
-    if earlier is not None and earlier.record.dataset != job.record.dataset:
-        both = " and ".join(sorted({repr(earlier.record.dataset), repr(job.record.dataset)}))
-        raise SettingsError(f"captures of the data sets {both} share row {job.row}: choose with --dataset")
+def _refuse_two_datasets(earlier: Assignment | None, new: Assignment) -> None:
+    if earlier is not None and earlier.record.dataset != new.record.dataset:
+        both = " and ".join(sorted({repr(earlier.record.dataset), repr(new.record.dataset)}))
+        raise SettingsError(f"captures of the data sets {both} share row {new.row}: choose with --dataset")
 
 
 def _by_sample(others: Iterable[Unready]) -> dict[str, Unready]:

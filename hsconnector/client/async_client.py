@@ -1,4 +1,4 @@
-"""The sidecar as an extraction needs it: who sends to it, what is there, what has become final."""
+"""The calls of an extraction, which has many under way at one time: who sends, what is there, what has become final."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import msgspec
 
 from hsconnector.capture.protocol import CaptureState, Producer
 from hsconnector.capture.record import CaptureRecord
-from hsconnector.errors import SidecarRefused, SidecarUnreachable
-from hsconnector.extraction.connection import RETRIED_STATUS, said
+from hsconnector.client.address import parse_address
+from hsconnector.client.captures import Page
+from hsconnector.client.connection import decode, require, why
+from hsconnector.client.envelope import PASSING, read_denial
+from hsconnector.errors import SidecarUnreachable
 
-__all__ = ["Sidecar"]
+__all__ = ["AsyncClient"]
 
 _LOOKUP = 500
 """Content hashes in one question."""
@@ -24,33 +27,31 @@ _PAUSE_S = 0.05
 _T = TypeVar("_T")
 
 
-class _Captures(msgspec.Struct, frozen=True):
-    data: list[CaptureRecord]
-    next_cursor: str | None = None
-
-
 class _Producers(msgspec.Struct, frozen=True):
     data: list[Producer]
 
 
-class Sidecar:
-    """A sidecar at `url`; a call is repeated for `patience_s` while nobody answers, then raises SidecarUnreachable."""
+class AsyncClient:
+    """One sidecar, for asyncio; `http` comes from `connect_async`.
+
+    A call is repeated for `patience_s` while nobody answers, or that it cannot now, then raises SidecarUnreachable.
+    """
 
     def __init__(self, url: str, http: httpx.AsyncClient, *, patience_s: float = 30.0) -> None:
-        self.url = url
+        self._address = parse_address(url)
         self._http = http
         self._patience_s = patience_s
 
     async def producers(self) -> list[Producer]:
         """The engines that send to it now."""
-        return _decoded(await self._ask("GET", "/v1/producers"), _Producers).data
+        return (await self._answer(_Producers, "GET", "/v1/producers")).data
 
     async def lookup(self, hashes: Sequence[str]) -> dict[str, list[CaptureRecord]]:
         """The captures of each content hash, oldest first; a record holds what names it and its state, no layers."""
         found: dict[str, list[CaptureRecord]] = {digest: [] for digest in hashes}
         for first in range(0, len(hashes), _LOOKUP):
             body = {"content_hashes": list(hashes[first : first + _LOOKUP])}
-            for record in _decoded(await self._ask("POST", "/v1/captures:lookup", json=body), _Captures).data:
+            for record in (await self._answer(Page, "POST", "/v1/captures:lookup", json=body)).data:
                 found[record.content_hash].append(record)
         return found
 
@@ -61,7 +62,7 @@ class Sidecar:
             query["sample_id"] = sample_id
         records: list[CaptureRecord] = []
         while True:
-            page = _decoded(await self._ask("GET", "/v1/captures", params=query), _Captures)
+            page = await self._answer(Page, "GET", "/v1/captures", params=query)
             records += page.data
             if not page.next_cursor:
                 return records
@@ -72,42 +73,31 @@ class Sidecar:
         deadline = time.monotonic() + seconds
         while True:
             left = max(deadline - time.monotonic(), 0)
-            query = {"wait": f"{min(left, _POLL_S):.3f}"}
-            answer = await self._ask("GET", f"/v1/captures/{capture_id}", params=query, missing=True)
-            record = None if answer.status_code == 404 else _decoded(answer, CaptureRecord)
+            answer = await self._ask("GET", f"/v1/captures/{capture_id}", params={"wait": f"{min(left, _POLL_S):.3f}"})
+            record = None if answer.status_code == 404 else decode(self._address, answer, CaptureRecord)
             if left == 0 or (record is not None and record.final):
                 return record
             await asyncio.sleep(_PAUSE_S)
 
     async def delete(self, capture_id: str) -> None:
         """Removes a capture."""
-        await self._ask("DELETE", f"/v1/captures/{capture_id}")
+        require(self._address, await self._ask("DELETE", f"/v1/captures/{capture_id}"))
 
-    async def _ask(self, method: str, path: str, *, missing: bool = False, **what: Any) -> httpx.Response:
+    async def _answer(self, kind: type[_T], method: str, path: str, **what: Any) -> _T:
+        return decode(self._address, await self._ask(method, path, **what), kind)
+
+    async def _ask(self, method: str, path: str, **what: Any) -> httpx.Response:
+        """The answer, unless it is one that may be another in a moment."""
         deadline, pause = time.monotonic() + self._patience_s, 0.1
         while True:
             try:
                 answer = await self._http.request(method, path, **what)
-                trouble = f"it answered {answer.status_code}: {said(answer)}" if _again(answer) else ""
+                if answer.status_code not in PASSING:
+                    return answer
+                trouble = f"it answered {answer.status_code}: {read_denial(answer.content).message}"
             except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
-            if not trouble:
-                break
+                trouble = why(error)
             if time.monotonic() > deadline:
-                raise SidecarUnreachable(f"no sidecar answers at {self.url}: {trouble}")
+                raise SidecarUnreachable(f"no sidecar answers at {self._address.text}: {trouble}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, 2.0)
-        if answer.is_success or (missing and answer.status_code == 404):
-            return answer
-        raise SidecarRefused(f"the sidecar at {self.url} answered {answer.status_code} to {path}: {said(answer)}")
-
-
-def _again(answer: httpx.Response) -> bool:
-    return answer.status_code in RETRIED_STATUS
-
-
-def _decoded(answer: httpx.Response, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(answer.content, type=kind)
-    except msgspec.MsgspecError as error:
-        raise SidecarRefused(f"{answer.url.host} does not answer like a sidecar: {error}") from error
