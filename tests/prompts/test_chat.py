@@ -86,6 +86,12 @@ def test_marks_that_leave_the_end_out_are_refused() -> None:
         said(wrong, TALK)
 
 
+def test_marks_that_leave_a_thought_out_are_refused() -> None:
+    wrong = MARKED.replace("{% generation %}", "{{ message.reasoning }}{% generation %}")
+    with pytest.raises(RowRefused, match=r"turn 1 \(assistant\) is not trained on whole: its reasoning lies outside"):
+        said(wrong, [user("a"), says("b", "C")])
+
+
 def test_marks_that_take_in_what_others_say_are_refused() -> None:
     wrong = "{% generation %}" + PLAIN.replace("{% if add_generation_prompt %}<|assistant|>{% endif %}", "")
     with pytest.raises(RowRefused, match=r"turn 0 \(system\) would be trained on, though no model says it"):
@@ -199,6 +205,25 @@ def test_a_stop_token_in_the_middle_of_an_answer_is_refused() -> None:
         said(None, [user("a"), says("b<|end|>c")])
 
 
+CALLS = PLAIN.replace(
+    "<|end|>",
+    "{% for call in message.tool_calls %}{{ call.function.name }}({% for name, value in "
+    "call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}){% endfor %}<|end|>",
+)
+
+
+def test_numbers_and_constants_of_a_call_have_to_be_rendered() -> None:
+    talk = [user("a"), calls(("f", {"b": True, "c": 3}))]
+    assert said(CALLS, talk) == ["f(b=Truec=3)<|end|>"]
+    with pytest.raises(RowRefused, match=r"turn 1 \(assistant\) is not rendered with true in its tool_calls\[0\].name"):
+        said(CALLS.replace("={{ value }}", ""), talk)
+
+
+def test_arguments_that_a_template_sorts_are_still_found() -> None:
+    talk = [user("a"), calls(("f", {"c": "x", "b": "y"}))]
+    assert said(CALLS.replace(".items()", " | dictsort"), talk) == ["f(b=yc=x)<|end|>"]
+
+
 def test_characters_that_stand_for_texts_are_refused_not_mistaken() -> None:
     with pytest.raises(RowRefused, match="CJK extension G"):
         said(None, [user("a\U00030001"), says("b")])
@@ -217,6 +242,7 @@ def test_an_id_that_no_model_said_is_not_trained_on() -> None:
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "over 2000000 steps"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "the chat template rejects: maximum recursion"),
         ("{{ documents.first.title }}", "the chat template rejects: 'None' has no attribute"),
+        ("{% for a in range(99999) %}" + "again and " * 999 + "{% endfor %}", "of which the chat template makes 67"),
         ("{{ missing.field }}", "the chat template rejects: 'missing' is undefined"),
         ("{{ messages | length }}" + PLAIN.replace("content }}", "content | upper }}"), "turn 0 (user)"),
         (PLAIN.replace("<|end|>", ""), "ends without a token at which the model stops"),
