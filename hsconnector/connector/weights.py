@@ -86,7 +86,10 @@ def _from_files(vllm_config: Any, folder: Path | None, load_format: str, network
     pattern = extra.get("pattern") if isinstance(extra, Mapping) else None
     files = weight_files(_picked(folder, vllm_config), load_format, pattern and re.sub(r"\{[^}]*\}", "*", pattern))
     kind = "files" if load_format in _OWN_FORMATS else [load_format, extra]
-    return Weights(hashed(kind, network, checkpoint_digest(files)), f"{len(files)} files in {files[0].parent}")
+    return Weights(
+        hashed(kind, network, checkpoint_digest(files)),
+        f"{len(files)} file{'s' * (len(files) > 1)} in {files[0].parent}",
+    )
 
 
 def _picked(folder: Path, vllm_config: Any) -> Path:

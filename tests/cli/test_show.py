@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hsconnector.capture.protocol import FailReason, new_capture_id
+from hsconnector.capture.protocol import FailReason
 from hsconnector.cli import main
 from hsconnector.cli.show import plain, readable_bytes
 from hsconnector.client import Client
@@ -16,6 +16,7 @@ from tests.shards import write_shard
 from tests.sidecar import start_sidecar
 
 LAYERS = (0, 2, 5)
+UNKNOWN = "01a22ebf1b7db4484d6f48c935c63c3a"
 STATES = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -109,9 +110,9 @@ def test_a_shard_file_needs_no_sidecar(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("what", "code", "says"),
     [
-        (new_capture_id(), 1, "no capture"),
+        (UNKNOWN, 1, "no capture"),
         ("no-such-request", 1, "no capture of the request 'no-such-request' is known at http"),
-        ("http://10.1.2.3/v1/captures/" + new_capture_id(), 2, "the handle is at http://10.1.2.3:80"),
+        ("http://10.1.2.3/v1/captures/" + UNKNOWN, 2, "the handle is at http://10.1.2.3:80"),
         ("nowhere.safetensors", 1, "No such file"),
     ],
 )

@@ -137,6 +137,29 @@ def test_a_fingerprint_sees_values_that_change_places(swap: slice) -> None:
     assert watch.fingerprint() != before
 
 
+def test_a_fingerprint_sees_two_neighbours_that_change_places_far_from_any_sample() -> None:
+    module = torch.nn.Module()
+    module.big = torch.nn.Parameter(torch.zeros(100_000))
+    module.big.data[5_000] = 1
+    watch = Watch(module)
+    before = watch.fingerprint()
+    module.big.data[5_000:5_002] = torch.tensor([0.0, 1.0])
+    assert not watch.glance().changed
+    assert watch.fingerprint() != before
+
+
+def test_a_part_of_a_larger_memory_is_looked_at_where_it_lies() -> None:
+    memory = torch.zeros(1000)
+    module = torch.nn.Module()
+    module.part = torch.nn.Parameter(memory[500:], requires_grad=False)
+    watch = Watch(module)
+    before = watch.fingerprint()
+    memory[:500] = 1
+    assert watch.fingerprint() == before
+    memory[999] = 1
+    assert watch.fingerprint() != before
+
+
 def test_a_fingerprint_takes_more_than_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hsconnector.connector.watch.PIECE", 1000)
     module = model()

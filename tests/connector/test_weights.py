@@ -36,7 +36,7 @@ def into_hub_cache(cache: Path, folder: Path, commit: str = COMMIT) -> Path:
 def test_an_id_is_64_hex_digits_and_says_where_it_comes_from(tmp_path: Path) -> None:
     weights = loaded_weights(engine_config(write(tmp_path / "a")))
     assert len(weights.id) == 64 and int(weights.id, 16) >= 0
-    assert weights.source == f"1 files in {tmp_path / 'a'}"
+    assert weights.source == f"1 file in {tmp_path / 'a'}"
 
 
 def test_a_copy_in_another_folder_has_the_same_id(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_pattern_for_sharded_states_is_followed(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     (folder / "model.safetensors").rename(folder / "own-0-7.safetensors")
     config = engine_config(folder, "sharded_state", {"pattern": "own-{rank}-{part}.safetensors"})
-    assert loaded_weights(config).source == f"1 files in {folder}"
+    assert loaded_weights(config).source == f"1 file in {folder}"
 
 
 # ---- where the files are
@@ -220,4 +220,4 @@ def test_the_configuration_of_a_real_engine_is_read(tmp_path: Path) -> None:
     ]
     first, copied, overridden = (loaded_weights(config) for config in configs)
     assert first.id == copied.id != overridden.id
-    assert first.source == f"1 files in {a}"
+    assert first.source == f"1 file in {a}"

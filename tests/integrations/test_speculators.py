@@ -338,7 +338,12 @@ def test_training_cannot_tell_stored_captures_from_plain_files(
     """
     data = write_dataset(tmp_path / "data", ROWS)
     states = [states_of(row) for row in ROWS]
-    about: dict[str, Any] = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "model": str(model)}
+    about: dict[str, Any] = {
+        "layer_ids": LAYER_IDS,
+        "hidden_size": HIDDEN,
+        "num_layers": NUM_LAYERS,
+        "model": str(model),
+    }
     with Feeder(sidecar.url, **about) as feeding:
         ids = [feeding.capture(rows, tokens) for rows, tokens in zip(reversed(states), reversed(ROWS), strict=True)]
     files = write_plain_files(tmp_path / "files", sidecar.url, ROWS)

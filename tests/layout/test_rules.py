@@ -1,4 +1,4 @@
-"""The numbers of the design's section on layout, and the rules beyond what vLLM's own tests cover."""
+"""The numbers of public reports, and the rules beyond what vLLM's own tests cover."""
 
 from __future__ import annotations
 
@@ -175,13 +175,6 @@ def test_a_plain_model_folds_the_hidden_layer_into_a_composite() -> None:
     (group,) = form_groups(named((36, full(16, 8, 128)), (1, hidden(4, 4_096))))
     assert isinstance(group.spec, Composite)
     assert (group.spec.block_size, len(group.layer_names)) == (16, 37)
-
-
-def test_packed_layouts_leave_the_hidden_group_at_the_global_block_size() -> None:
-    specs = named((2, full(64)), (2, replace(sliding(64), head_size=32, head_size_v=32)), (1, hidden(block=64)))
-    plain, packed = form_groups(specs), form_groups(specs, Grouping(block_outermost=True))
-    assert plain[-1].spec.block_size < 64
-    assert (packed[-1].spec.block_size, packed[-1].spec.page_size_bytes) == (64, 64 * 6_144)
 
 
 def test_without_the_hybrid_manager_local_layers_are_full_attention_in_one_composite() -> None:

@@ -26,7 +26,7 @@ MODEL = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False)
 
 def engines(messages: list[Any], content_format: Any) -> list[Any]:
     request = TokenizeChatRequest(messages=messages)
-    conversation, _, _ = parse_chat_messages(request.messages, MODEL, content_format)  # type: ignore[arg-type]
+    conversation, _, _ = parse_chat_messages(request.messages, MODEL, content_format)
     return conversation
 
 
