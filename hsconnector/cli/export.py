@@ -19,10 +19,12 @@ from hsconnector.client.sources import Source, open_source
 from hsconnector.errors import SettingsError
 from hsconnector.formats import FORMATS, find_format
 from hsconnector.formats.check import ExportCheck
+from hsconnector.formats.draft_vocab import DraftVocabulary
 from hsconnector.formats.exporter import Exporter, FileOutcome, Link
 from hsconnector.formats.manifest import MANIFEST, Manifest, ManifestEntry, read_manifest
 from hsconnector.formats.norm import NormKind
 from hsconnector.formats.prepare import ExportRequest, Prepared, prepare
+from hsconnector.prompts.labels import read_tokens
 from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["export"]
@@ -58,11 +60,16 @@ def export(
     ] = None,
     layers: Annotated[str, typer.Option(help="Layer ids in vLLM's counting; default: all that were captured.")] = "",
     model: Annotated[
-        str, typer.Option(help="The checkpoint with the final norm; default: the one that the captures name.")
+        str,
+        typer.Option(help="The checkpoint, for its final norm and vocabulary size; default: as the captures name it."),
     ] = "",
     norm: Annotated[
         NormKind | None, typer.Option(help="How the final norm is applied; default: as the model type is known to.")
     ] = None,
+    draft_vocab: Annotated[
+        int,
+        typer.Option(min=0, help="Also the frequencies and tables of a draft vocabulary of N tokens; 0: none."),
+    ] = 0,
     link: Annotated[Link, typer.Option(help="How an unchanged local shard gets into the export.")] = Link.AUTO,
     local: Annotated[bool, typer.Option(help="Open a sidecar's files directly where they lie on this host.")] = True,
     workers: Annotated[int, typer.Option(min=0, help="Samples written at a time; 0: one a processor, 8 at most.")] = 0,
@@ -92,6 +99,7 @@ def export(
         layers=layers,
         model=model,
         norm=norm,
+        draft_vocab=draft_vocab,
     )
     run = _Run(request=request, out=Path(out), link=link, workers=workers or _processors(), verify=verify)
     with closing(open_source(source, local=local)) as captures:
@@ -123,12 +131,39 @@ class _Run:
                 self.request.format, prepared.layers, captures, manifest, prepared.norm, self.link, self.verify
             )
             outcomes = self._tracked(exporter.run(assigned.made, workers=self.workers), len(assigned.made))
-        order = {each.file: index for index, each in enumerate(assigned.made)}
-        outcomes.sort(key=lambda outcome: order[outcome.assignment.file])
-        problems = [*assigned.problems, *(outcome for outcome in outcomes if outcome.problem)]
-        self._summarise(outcomes, len(problems))
-        self._name(problems)
+            order = {each.file: index for index, each in enumerate(assigned.made)}
+            outcomes.sort(key=lambda outcome: order[outcome.assignment.file])
+            problems = [*assigned.problems, *(outcome for outcome in outcomes if outcome.problem)]
+            self._summarise(outcomes, len(problems))
+            self._name(problems)
+            self._choose_tokens(exporter, prepared.vocab_size, outcomes)
         return len(problems)
+
+    def _choose_tokens(self, exporter: Exporter, vocab_size: int, outcomes: Sequence[FileOutcome]) -> None:
+        """The draft vocabulary that was asked for, or a word where one that is there is of fewer or more files."""
+        if vocab_size and self.request.data:
+            good = [outcome.assignment for outcome in outcomes if not outcome.problem]
+            rows = read_tokens(self.request.data, exporter.rows_of_all_files(good))
+            for vocabulary, same in exporter.draft_vocabularies(rows, self.request.draft_vocab, vocab_size):
+                self._describe_tokens(vocabulary, same)
+            return
+        for size, vocabulary in exporter.manifest.vocabularies.items():
+            if vocabulary.rows != (now := len(exporter.manifest.entries)):
+                self._say(
+                    f"the draft vocabulary of {size} tokens was counted over {vocabulary.rows} files, and there are "
+                    f"{now}: repeat with --draft-vocab {size}"
+                )
+
+    def _describe_tokens(self, vocabulary: DraftVocabulary, same: bool) -> None:
+        covered, trained, size = vocabulary.covered_tokens, vocabulary.trained_tokens, vocabulary.size
+        filled = f"; {vocabulary.filled} of them never occur and fill it up" if vocabulary.filled else ""
+        self._say(
+            f"draft vocabulary: {size} of {vocabulary.vocab_size} tokens, which are {covered / trained:.2%} of the "
+            f"{trained} trained on in {vocabulary.rows} files{filled}"
+        )
+        self._say(f"the trainer takes it by {self.request.format.vocabulary_use(self.out, size)}")
+        if not same:
+            self._say("it is another than the one that was there: a drafter that began with that cannot go on with it")
 
     def check(self, samples: int, tolerance: float) -> int:
         """Compares files with Hugging Face; the number of those that differ, which are named."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hsconnector.cli import CouldNotStart
-from hsconnector.errors import SettingsError
+from hsconnector.storage.folder import Folder
 
 try:
     from server.recovery import reindex_store
@@ -26,8 +26,7 @@ def reindex(
 
     Failures and deletions, which have no shard, stay as the index has them.
     """
-    if not (store / "captures").is_dir():
-        raise SettingsError(f"{store} is not a store: it has no folder captures")
+    Folder.existing(store)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     whole, damaged = reindex_store(store.absolute())
     typer.echo(f"{whole} whole shards, {damaged} damaged files moved aside")

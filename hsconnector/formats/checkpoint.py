@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,36 @@ class Checkpoint:
                 f"{self.name} has no {name} that can be found: give the model's own checkpoint folder with --model"
             )
         return found
+
+    @functools.cached_property
+    def text_config(self) -> Mapping[str, Any]:
+        """`config.json`, or the part of it that is about the language model; `model_type` is always of that part."""
+        config: dict[str, Any] = json.loads(self.file("config.json").read_text())
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            return config
+        return {"model_type": f"{config.get('model_type', '')}_text", **text}
+
+    def setting(self, names: Sequence[str]) -> Any:
+        """The first of these settings that there is, else what transformers takes; raises SettingsError."""
+        for name in names:
+            if self.text_config.get(name) is not None:
+                return self.text_config[name]
+        return self._default(names)
+
+    def _default(self, names: Sequence[str]) -> Any:
+        """What transformers takes where `config.json` leaves it out."""
+        reason = ""
+        try:
+            from transformers import AutoConfig
+
+            config = AutoConfig.for_model(str(self.text_config.get("model_type", "")))
+            for name in names:
+                if getattr(config, name, None) is not None:
+                    return getattr(config, name)
+        except (ImportError, ValueError) as error:
+            reason = f": {error}"
+        raise SettingsError(f"config.json of {self.name} has none of {', '.join(names)}{reason}")
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,13 @@ from typing import Any
 
 from hsconnector.capture.shard import Capture
 from hsconnector.client.sources import Source, View
-from hsconnector.errors import CaptureError, HSConnectorError, ShardError, StoreError
+from hsconnector.errors import CaptureError, HSConnectorError, SettingsError, ShardError, StoreError
 from hsconnector.formats.assignment import Assignment, Problem
+from hsconnector.formats.draft_vocab import DraftVocabulary, Ids, count_tokens
 from hsconnector.formats.manifest import Manifest, ManifestEntry
 from hsconnector.formats.norm import FinalNorm
 from hsconnector.formats.sample import Format, Layers, Sample
-from hsconnector.prompts.labels import token_hash
+from hsconnector.prompts.labels import DataRow, token_hash
 
 __all__ = ["Exporter", "FileOutcome", "Link"]
 
@@ -92,6 +94,37 @@ class Exporter:
             return FileOutcome(assignment, problem=str(refused))
         except HSConnectorError as error:
             return FileOutcome(assignment, problem=f"{type(error).__name__}: {error}")
+
+    def rows_of_all_files(self, assignments: Iterable[Assignment]) -> dict[int, DataRow]:
+        """The rows of the data set that the folder's files hold, by index.
+
+        Raises SettingsError where it holds files besides these: the trainer reads them too, and their masks are not
+        known here.
+        """
+        files = {each.file: each for each in assignments}
+        others = sorted(self.manifest.entries.keys() - files)
+        if others:
+            raise SettingsError(
+                f"a draft vocabulary is counted over all files, and {self.manifest.folder} holds {len(others)} that "
+                f"this run did not write or find as they should be (the first is {others[0]}): export all of them"
+            )
+        return {each.data.row: each.data for each in files.values() if each.data is not None}
+
+    def draft_vocabularies(
+        self, rows: Iterable[tuple[Ids, Ids]], size: int, vocab_size: int
+    ) -> Iterator[tuple[DraftVocabulary, bool]]:
+        """The vocabulary of `size` tokens, and all of other sizes that were there, and whether each is what it was.
+
+        They are made of the same counts, over the pairs of token ids and mask of all files that the folder holds.
+        """
+        counts = count_tokens(rows, vocab_size)
+        there = self.manifest.vocabularies
+        for each in sorted({size, *there}):
+            files = self.format.vocabulary(counts, each)
+            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+            vocabulary = counts.vocabulary(each, rows=len(self.manifest.entries), files=hashes)
+            self.manifest.publish_vocabulary(vocabulary, files)
+            yield vocabulary, each not in there or there[each].files == hashes
 
     def _conflict(self, assignment: Assignment, existing: ManifestEntry) -> str:
         if existing.content_hash != assignment.record.content_hash:

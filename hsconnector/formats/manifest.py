@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from hsconnector.errors import SettingsError, StoreError
+from hsconnector.formats.draft_vocab import DraftVocabulary
 
 __all__ = ["MANIFEST", "Description", "Manifest", "ManifestEntry", "read_manifest"]
 
@@ -88,6 +89,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
 class _Written(msgspec.Struct, frozen=True):
     description: Description
     files: tuple[ManifestEntry, ...] = ()
+    draft_vocabularies: tuple[DraftVocabulary, ...] = ()
 
 
 class Manifest:
@@ -101,6 +103,7 @@ class Manifest:
         self.folder = folder
         self.description = description
         self._lock = threading.Lock()
+        self._vocabularies: dict[int, DraftVocabulary] = {}
         self._folder_fd = _taken(folder)
         try:
             self._entries = self._previous()
@@ -146,6 +149,17 @@ class Manifest:
         except OSError as error:
             raise StoreError(f"cannot write {final}: {error.strerror or error}") from error
 
+    @property
+    def vocabularies(self) -> dict[int, DraftVocabulary]:
+        """Those whose files are there, by size; a copy."""
+        return dict(self._vocabularies)
+
+    def publish_vocabulary(self, vocabulary: DraftVocabulary, files: Mapping[str, bytes]) -> None:
+        """Writes its files, in place of those of the same size; raises StoreError."""
+        for name, data in files.items():
+            _replace(self.folder / name, data)
+        self._vocabularies[vocabulary.size] = vocabulary
+
     def temporary(self, file: str) -> Path:
         """Where a file is written before it gets its name: under a hidden one, which no trainer reads."""
         return self.folder / f".{file}{_TEMPORARY}"
@@ -154,16 +168,21 @@ class Manifest:
         """Writes `manifest.json` and lets the folder go."""
         self._journal.close()
         try:
-            _replace(self.folder / MANIFEST, _encoded(self.description, self._entries))
+            _replace(self.folder / MANIFEST, self._encoded())
             (self.folder / _JOURNAL).unlink(missing_ok=True)
         finally:
             os.close(self._folder_fd)
 
     def _previous(self) -> dict[str, ManifestEntry]:
         entries: dict[str, ManifestEntry] = {}
-        for description, found in _written(self.folder):
-            _refuse_another(self.folder, description, self.description)
-            entries |= {entry.file: entry for entry in found}
+        for written in _written(self.folder):
+            _refuse_another(self.folder, written.description, self.description)
+            entries |= {entry.file: entry for entry in written.files}
+            self._vocabularies |= {
+                each.size: each
+                for each in written.draft_vocabularies
+                if all((self.folder / name).is_file() for name in each.files)
+            }
         # A symbolic link to a shard that has gone does not "exist", and this command made it all the same.
         return {name: entry for name, entry in entries.items() if os.path.lexists(self.folder / name)}
 
@@ -182,8 +201,14 @@ class Manifest:
             path.unlink(missing_ok=True)
 
     def _begin(self) -> BinaryIO:
-        _replace(self.folder / MANIFEST, _encoded(self.description, self._entries))
+        _replace(self.folder / MANIFEST, self._encoded())
         return (self.folder / _JOURNAL).open("wb")
+
+    def _encoded(self) -> bytes:
+        ordered = sorted(self._entries.values(), key=lambda entry: (entry.row is None, entry.row or 0, entry.file))
+        vocabularies = sorted(self._vocabularies.values(), key=lambda each: each.size)
+        value = msgspec.to_builtins(_Written(self.description, tuple(ordered), tuple(vocabularies)))
+        return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
 def read_manifest(folder: Path) -> tuple[Description, dict[str, ManifestEntry]]:
@@ -191,10 +216,10 @@ def read_manifest(folder: Path) -> tuple[Description, dict[str, ManifestEntry]]:
     written = list(_written(folder))
     if not written:
         raise SettingsError(f"{folder} holds no export: it has no {MANIFEST}")
-    return written[0][0], {entry.file: entry for _, entries in written for entry in entries}
+    return written[0].description, {entry.file: entry for part in written for entry in part.files}
 
 
-def _written(folder: Path) -> Iterator[tuple[Description, tuple[ManifestEntry, ...]]]:
+def _written(folder: Path) -> Iterator[_Written]:
     """`manifest.json`, then the entries of a run that did not end."""
     try:
         whole = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Written)
@@ -202,10 +227,10 @@ def _written(folder: Path) -> Iterator[tuple[Description, tuple[ManifestEntry, .
         return
     except (OSError, msgspec.MsgspecError) as error:
         raise SettingsError(f"{folder / MANIFEST} is no manifest of an export: {error}") from error
-    yield whole.description, whole.files
+    yield whole
     with contextlib.suppress(FileNotFoundError):
         lines = (folder / _JOURNAL).read_bytes().split(b"\n")
-        yield whole.description, tuple(msgspec.json.decode(line, type=ManifestEntry) for line in lines[:-1])
+        yield _Written(whole.description, tuple(msgspec.json.decode(line, type=ManifestEntry) for line in lines[:-1]))
 
 
 def _refuse_another(folder: Path, there: Description, wanted: Description) -> None:
@@ -230,12 +255,6 @@ def _taken(folder: Path) -> int:
         os.close(fd)
         raise SettingsError(f"cannot write to {folder}: no permission")
     return fd
-
-
-def _encoded(description: Description, entries: Mapping[str, ManifestEntry]) -> bytes:
-    ordered = sorted(entries.values(), key=lambda entry: (entry.row is None, entry.row or 0, entry.file))
-    value = msgspec.to_builtins(_Written(description, tuple(ordered)))
-    return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -9,7 +9,6 @@ compare with one by one; a model type that is not listed is refused, never guess
 from __future__ import annotations
 
 import enum
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -101,16 +100,15 @@ class FinalNorm:
 
 
 def load_norm(
-    model: str | os.PathLike[str], *, revision: str = "", kind: NormKind | None = None, hidden_size: int = 0
+    model: str | os.PathLike[str] | Checkpoint, *, kind: NormKind | None = None, hidden_size: int = 0
 ) -> FinalNorm:
-    """The final norm of a checkpoint folder, or of a name that the hub's local cache or the hub itself knows.
+    """The final norm of a checkpoint, of its folder, or of a name that the hub's local cache or the hub itself knows.
 
     `kind` overrides what is known of the model type. Raises UnsupportedError for a model type that is not listed,
     SettingsError for a checkpoint that cannot be read or whose norm is not `hidden_size` wide.
     """
-    checkpoint = Checkpoint(model, revision)
-    config = _text_config(json.loads(checkpoint.file("config.json").read_text()))
-    kind = kind or _kind(str(config.get("model_type", "")), checkpoint.name)
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint(model)
+    kind = kind or _kind(str(checkpoint.text_config.get("model_type", "")), checkpoint.name)
     name = _weight_name(checkpoint)
     weight = checkpoint.tensor(name)
     if hidden_size and list(weight.shape) != [hidden_size]:
@@ -121,18 +119,11 @@ def load_norm(
     bias = name.removesuffix("weight") + "bias"
     return FinalNorm(
         kind=kind,
-        eps=_eps(config, checkpoint.name),
+        eps=float(checkpoint.setting(_EPS_NAMES)),
         weight=weight,
         bias=checkpoint.tensor(bias) if bias in checkpoint.tensors else None,
         tensor=name,
     )
-
-
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    return {"model_type": f"{config.get('model_type', '')}_text", **text}
 
 
 def _kind(model_type: str, name: str) -> NormKind:
@@ -154,24 +145,3 @@ def _weight_name(checkpoint: Checkpoint) -> str:
             f"alone or under {', '.join(_PREFIXES[1:])}"
         )
     return found[0]
-
-
-def _eps(config: Mapping[str, Any], name: str) -> float:
-    for key in _EPS_NAMES:
-        if config.get(key) is not None:
-            return float(config[key])
-    return _default_eps(str(config.get("model_type", "")), name)
-
-
-def _default_eps(model_type: str, name: str) -> float:
-    """What transformers takes where `config.json` leaves it out."""
-    try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.for_model(model_type)
-    except (ImportError, ValueError) as error:
-        raise SettingsError(f"config.json of {name} has none of {', '.join(_EPS_NAMES)}: {error}") from error
-    for key in _EPS_NAMES:
-        if getattr(config, key, None) is not None:
-            return float(getattr(config, key))
-    raise SettingsError(f"config.json of {name} has none of {', '.join(_EPS_NAMES)}")

@@ -10,7 +10,9 @@ from hsconnector.capture.layers import parse_layer_ids, slot_name
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.sources import Listing, Source
 from hsconnector.errors import CaptureNotFound, SettingsError
+from hsconnector.formats import FORMATS
 from hsconnector.formats.assignment import Assignments, Problem, assign, common_identity
+from hsconnector.formats.checkpoint import Checkpoint
 from hsconnector.formats.manifest import Description
 from hsconnector.formats.norm import FinalNorm, NormKind, load_norm
 from hsconnector.formats.sample import Format, Layers
@@ -34,6 +36,8 @@ class ExportRequest:
     model: str = ""
     """The checkpoint; else the one that the captures name."""
     norm: NormKind | None = None
+    draft_vocab: int = 0
+    """How many tokens the draft's vocabulary is to have; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Prepared:
     assignments: Assignments
     masked: bool
     """Whether the loss masks are a data set's; else every token counts."""
+    vocab_size: int = 0
+    """The model's; 0 where no draft vocabulary is asked for."""
 
 
 def prepare(request: ExportRequest, source: Source) -> Prepared:
@@ -57,10 +63,11 @@ def prepare(request: ExportRequest, source: Source) -> Prepared:
     layers = request.format.choose(_layer_ids(request, listing.ready), first.num_layers)
     norm = _norm(request, first) if request.format.post_norm else None
     rows, masked = _rows(request, first, listing)
+    vocab_size = _vocab_size(request, first, masked) if request.draft_vocab else 0
     found = assign(request.format, listing, rows)
     unknown = tuple(Problem(name, f"is not known in {source.name}") for name in _unknown(request.ids, listing))
     assignments = replace(found, problems=(*found.problems, *unknown))
-    return Prepared(_description(request.format, first, layers, norm), layers, norm, assignments, masked)
+    return Prepared(_description(request.format, first, layers, norm), layers, norm, assignments, masked, vocab_size)
 
 
 def _nothing(listing: Listing, name: str) -> str:
@@ -81,9 +88,28 @@ def _layer_ids(request: ExportRequest, records: Sequence[CaptureRecord]) -> tupl
     return first.layer_ids
 
 
+def _vocab_size(request: ExportRequest, first: CaptureRecord, masked: bool) -> int:
+    """As the trainer finds it in the checkpoint's `config.json`; raises SettingsError."""
+    size, format = request.draft_vocab, request.format
+    if not format.vocab_size_names:
+        able = ", ".join(name for name, each in FORMATS.items() if each.vocab_size_names)
+        raise SettingsError(f"--draft-vocab: drafts of {format.name} have the whole vocabulary; it is for {able}")
+    if not masked:
+        lacks = f"{request.data} has none" if request.data else "give the data set that has them with --data"
+        raise SettingsError(f"--draft-vocab chooses the tokens that are trained on, which loss masks say: {lacks}")
+    checkpoint = _checkpoint(request, first)
+    vocab_size = int(checkpoint.setting(format.vocab_size_names))
+    if size > vocab_size:
+        raise SettingsError(f"--draft-vocab {size} is more than the {vocab_size} tokens of {checkpoint.name}")
+    return vocab_size
+
+
+def _checkpoint(request: ExportRequest, first: CaptureRecord) -> Checkpoint:
+    return Checkpoint(request.model or first.model, "" if request.model else first.model_revision)
+
+
 def _norm(request: ExportRequest, first: CaptureRecord) -> FinalNorm:
-    revision = "" if request.model else first.model_revision
-    return load_norm(request.model or first.model, revision=revision, kind=request.norm, hidden_size=first.hidden_size)
+    return load_norm(_checkpoint(request, first), kind=request.norm, hidden_size=first.hidden_size)
 
 
 def _rows(request: ExportRequest, first: CaptureRecord, listing: Listing) -> tuple[list[DataRow] | None, bool]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from hsconnector.capture.shard import Capture
 from hsconnector.errors import SettingsError
+from hsconnector.formats.draft_vocab import TokenCounts
 from hsconnector.formats.norm import FinalNorm
 
 __all__ = ["Exported", "Format", "Layers", "Sample", "split_layers"]
@@ -71,6 +72,9 @@ class Format(Protocol):
     """Whether a file is a whole shard, so that a shard with exactly these layers may be linked instead of written."""
     needs_row: bool
     """Whether the file name is the data set's row index."""
+    vocab_size_names: tuple[str, ...]
+    """Where the trainer looks for the target's vocabulary size in its `config.json`; empty where its drafts have the
+    whole vocabulary."""
 
     def choose(self, layer_ids: tuple[int, ...], num_layers: int) -> Layers:
         """The layers of the captured (or asked) ones that the format takes; raises SettingsError."""
@@ -83,6 +87,12 @@ class Format(Protocol):
 
     def refusal(self, loss_mask: Any) -> str:
         """Why the trainer would not take a sample with this mask `[T]`; empty if it does."""
+
+    def vocabulary(self, counts: TokenCounts, size: int) -> dict[str, bytes]:
+        """The files of a draft vocabulary of `size` tokens, by name, equal to what the trainer's own tool makes."""
+
+    def vocabulary_use(self, folder: Path, size: int) -> str:
+        """How the trainer is told of these files."""
 
     def write(self, sample: Sample, path: Path) -> None:
         """A new file; raises StoreError."""

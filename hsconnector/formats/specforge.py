@@ -11,6 +11,10 @@ All hold `input_ids` and `loss_mask`, `[T]` int64.
 The last layer is stored after the final norm, as SGLang hands it to the LM head. Rows are not shifted: SpecForge's
 trainer moves targets itself. Its reader orders files by name, so row indices are padded with zeros. SpecForge counts
 decoder layers from 0, one lower than vLLM.
+
+EAGLE-3 drafts may have a draft vocabulary: `vocab_mapping-N.pt`, a torch dictionary of `d2t` and `t2d`, which its
+trainer loads (SpecForge#18). It is what `process_token_dict_to_mappings` makes of these files where `data.max_length`
+cuts none of them off. SpecForge keeps frequencies in no file, so there is none of them.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 from hsconnector.capture.layers import trainer_counting
 from hsconnector.errors import SettingsError, ShardError, StoreError
+from hsconnector.formats.draft_vocab import TokenCounts, mappings
 from hsconnector.formats.sample import Exported, Layers, Sample, split_layers
 
 __all__ = ["DFlash", "DSpark", "Eagle3"]
@@ -35,6 +40,7 @@ class _SpecForge:
     has_mask = True
     is_shard = False
     needs_row = False
+    vocab_size_names: tuple[str, ...] = ()
     aux_name = "hidden_states"
     last_name = ""
 
@@ -59,6 +65,25 @@ class _SpecForge:
         if bool((loss_mask[:-1] & loss_mask[1:]).any()):
             return ""
         return "its loss mask has no two tokens in a row, without which SpecForge refuses a sample of this format"
+
+    def vocabulary(self, counts: TokenCounts, size: int) -> dict[str, bytes]:
+        """Of equally frequent tokens those that occur first are taken, by file and then by id.
+
+        Where fewer than N tokens occur, those that do not are taken in the order in which CPython walks the set of
+        ids below N that are missing, which is not always ascending: the trainer does so, and equal tables need it.
+        """
+        import torch
+
+        missing = list(set(range(size)) - set(counts.tokens.tolist()))
+        chosen = [*counts.by_frequency()[:size], *missing[: max(size - len(counts.tokens), 0)]]
+        d2t, t2d = (torch.from_numpy(array) for array in mappings(chosen, counts.vocab_size))
+        file = io.BytesIO()
+        torch.save({"d2t": d2t, "t2d": t2d}, file)
+        return {f"vocab_mapping-{size}.pt": file.getvalue()}
+
+    def vocabulary_use(self, folder: Path, size: int) -> str:
+        path = folder / f"vocab_mapping-{size}.pt"
+        return f'model.vocab_mapping_path: {path} ("draft_vocab_size": {size} in the draft\'s config)'
 
     def write(self, sample: Sample, path: Path) -> None:
         import torch
@@ -101,6 +126,7 @@ class Eagle3(_SpecForge):
     """`training.strategy: eagle3`."""
 
     name = "specforge-eagle3"
+    vocab_size_names: tuple[str, ...] = ("padded_vocab_size", "vocab_size")
     aux_name = "aux_hidden_state"
     last_name = "hidden_state"
 

@@ -3,18 +3,26 @@
 Read by `hs_connectors.transfer.FileTransfer` and `speculators.train.data`: `hidden_states` `[T, L, H]`, of which the
 last slot is taken as the verifier's last layer before the final norm and the others, flattened, as what the drafter
 reads; `token_ids` `[T]` int64, equal to the data set's row. The loss mask stays in the data set.
+
+A draft vocabulary is `token_freq.pt` (a dictionary of counts by token id) with `d2t-N.npy` and `t2d-N.npy`, as
+`speculators.train.vocab_mapping` makes them of the data set. Of equally frequent tokens the lowest ids are taken, and
+where fewer than N occur the lowest ids that do not.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hsconnector.capture.header import build_header, data_hasher
 from hsconnector.capture.shard import open_shard
 from hsconnector.errors import ShardError, StoreError
+from hsconnector.formats.draft_vocab import TokenCounts, mappings
 from hsconnector.formats.sample import Exported, Layers, Sample, split_layers
 
 __all__ = ["Speculators"]
@@ -29,6 +37,7 @@ class Speculators:
     has_mask = False
     is_shard = True
     needs_row = True
+    vocab_size_names: tuple[str, ...] = ("vocab_size",)
 
     def choose(self, layer_ids: tuple[int, ...], num_layers: int) -> Layers:
         return split_layers(self.name, layer_ids, num_layers, last=True)
@@ -42,6 +51,22 @@ class Speculators:
 
     def refusal(self, loss_mask: Any) -> str:
         return ""
+
+    def vocabulary(self, counts: TokenCounts, size: int) -> dict[str, bytes]:
+        chosen = counts.sorted_by_id().by_frequency()[:size]
+        unseen = np.setdiff1d(np.arange(size), counts.tokens)
+        d2t, t2d = mappings([*chosen, *unseen[: size - len(chosen)]], counts.vocab_size)
+        frequencies = dict(zip(counts.tokens.tolist(), counts.counts.tolist(), strict=True))
+        return {
+            "token_freq.pt": _saved(frequencies),
+            f"d2t-{size}.npy": _saved_array(d2t),
+            f"t2d-{size}.npy": _saved_array(t2d),
+        }
+
+    def vocabulary_use(self, folder: Path, size: int) -> str:
+        return (
+            f"--draft-vocab-size {size} --d2t-path {folder / f'd2t-{size}.npy'} --t2d-path {folder / f't2d-{size}.npy'}"
+        )
 
     def write(self, sample: Sample, path: Path) -> None:
         capture = sample.capture
@@ -77,6 +102,20 @@ def shard_parts(
     about["data_hash"] = hasher.hexdigest()
     dtype = str(hidden_states.dtype).removeprefix("torch.")
     return build_header(about, dtype, tuple(hidden_states.shape)), pieces
+
+
+def _saved(value: Any) -> bytes:
+    import torch
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _saved_array(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def _bytes(tensor: Any) -> memoryview:

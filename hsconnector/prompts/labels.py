@@ -6,7 +6,7 @@ Only hashes and packed masks are kept, so a data set of a few hundred thousand r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from hsconnector.prompts.files import open_rows
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from hsconnector.prompts.row import Row, RowRefused
 
-__all__ = ["DataRow", "read_rows", "token_hash"]
+__all__ = ["DataRow", "read_rows", "read_tokens", "token_hash"]
+
+
+_Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class DataRow:
     packed_mask: bytes = b""
 
     @property
-    def loss_mask(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def loss_mask(self) -> _Ids:
         """`[T]`, 1 where a token counts."""
         bits = np.unpackbits(np.frombuffer(self.packed_mask, np.uint8), count=self.num_tokens)
         return bits.astype(np.int64)
@@ -67,25 +70,51 @@ def read_rows(path: Path, content_hash: Callable[[bytes], str]) -> tuple[list[Da
     return rows, masked
 
 
+def read_tokens(path: Path, rows: Mapping[int, DataRow]) -> Iterator[tuple[_Ids, _Ids]]:
+    """The token ids and the loss mask, `[T]` int64 each, of these rows (by index), in the data set's order.
+
+    Raises SettingsError where a row is not what it was when `rows` was made.
+    """
+    found = 0
+    for index, row in enumerate(open_rows(path).read()):
+        known = rows.get(index)
+        if known is None:
+            continue
+        prompt = _read(row, index)
+        if isinstance(prompt, Missing) or (_hash(prompt), _packed(prompt)) != (known.token_hash, known.packed_mask):
+            raise SettingsError(f"row {index} of {path} is not what it was a moment ago: start again")
+        found += 1
+        yield np.array(prompt.token_ids, np.int64), known.loss_mask
+    if found < len(rows):
+        raise SettingsError(f"{path} has {len(rows) - found} rows less than a moment ago: start again")
+
+
 def token_hash(token_ids: bytes) -> str:
     """SHA-256 (hex) of int64 little-endian token ids."""
     return hashlib.sha256(token_ids).hexdigest()
 
 
 def _data_row(row: Row, index: int, content_hash: Callable[[bytes], str]) -> DataRow:
-    named = isinstance(row, dict) and row.get("sample_id") not in (None, "")
-    prompt = PromptReader(_not_encoded, "sample_id" if named else "").read(row, index)
+    prompt = _read(row, index)
     if isinstance(prompt, Missing):
         return DataRow(index, prompt.sample_id, problem=prompt.reason)
-    packed = pack_token_ids(prompt.token_ids)
     return DataRow(
         row=index,
         sample_id=prompt.sample_id,
-        content_hash=content_hash(packed),
-        token_hash=token_hash(packed),
+        content_hash=content_hash(pack_token_ids(prompt.token_ids)),
+        token_hash=_hash(prompt),
         num_tokens=len(prompt.token_ids),
         packed_mask=_packed(prompt),
     )
+
+
+def _read(row: Row, index: int) -> Prompt | Missing:
+    named = isinstance(row, dict) and row.get("sample_id") not in (None, "")
+    return PromptReader(_not_encoded, "sample_id" if named else "").read(row, index)
+
+
+def _hash(prompt: Prompt) -> str:
+    return token_hash(pack_token_ids(prompt.token_ids))
 
 
 def _not_encoded(conversation: Any, tools: Any) -> Encoded:

@@ -17,6 +17,11 @@ write these tables too, so a step back to them loses nothing."""
 
 metadata = sa.MetaData()
 
+
+def _texts(*names: str, key: bool = False) -> list[sa.Column[str]]:
+    return [sa.Column(name, sa.Text, nullable=False, primary_key=key) for name in names]
+
+
 versions = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
 
 captures = sa.Table(
@@ -24,13 +29,7 @@ captures = sa.Table(
     metadata,
     sa.Column("seq", sa.Integer, primary_key=True),
     sa.Column("capture_id", sa.Text, nullable=False, unique=True),
-    sa.Column("folder", sa.Text, nullable=False),
-    sa.Column("request_id", sa.Text, nullable=False),
-    sa.Column("dataset", sa.Text, nullable=False),
-    sa.Column("sample_id", sa.Text, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("content_hash", sa.Text, nullable=False),
-    sa.Column("model", sa.Text, nullable=False),
+    *_texts("folder", "request_id", "dataset", "sample_id", "state", "content_hash", "model"),
     sa.Column("created", sa.Double, nullable=False),
     sa.Column("size", sa.BigInteger, nullable=False),
     sa.Column("record", sa.LargeBinary, nullable=False),
@@ -40,12 +39,54 @@ captures = sa.Table(
 """`record` is the capture in msgpack; the other columns serve the filters. `seq` counts captures in the order in which
 the index first heard of them."""
 
+client_ids = sa.Table(
+    "client_ids",
+    metadata,
+    *_texts("client_id", "capture_id", key=True),
+    sa.Column("rank", sa.Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""The ids by which a client may know a capture's request; see `hsconnector.capture.record.client_ids`."""
+
+leases = sa.Table(
+    "leases",
+    metadata,
+    *_texts("lease_id", key=True),
+    *_texts("queue", "consumer"),
+    sa.Column("created", sa.Double, nullable=False),
+    sa.Column("deadline", sa.Double, nullable=False),
+    *_texts("captures"),
+    sqlite_with_rowid=False,
+)
+"""`captures` is a JSON list of capture ids."""
+
+lease_items = sa.Table(
+    "lease_items",
+    metadata,
+    *_texts("queue", "capture_id", key=True),
+    *_texts("state", "lease_id"),
+    sa.Column("deadline", sa.Double, nullable=False),
+    sa.Column("deliveries", sa.Integer, nullable=False),
+    sa.Column("remove", sa.Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""One capture in one queue, from its first delivery on."""
+
+lease_counts = sa.Table(
+    "lease_counts",
+    metadata,
+    *_texts("queue", "consumer", "outcome", key=True),
+    sa.Column("count", sa.Integer, nullable=False),
+    sa.Column("last", sa.Double, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 
 def _index(name: str, *columns: sa.Column[object], where: sa.ColumnElement[bool] | None = None) -> None:
     sa.Index(name, *columns, sqlite_where=where, postgresql_where=where)
 
 
-_c = captures.c
+_c, _item = captures.c, lease_items.c
 _index("captures_live", _c.created, where=_c.ended.is_(None))
 _index("captures_live_folder", _c.folder, where=_c.ended.is_(None))
 _index("captures_ended", _c.ended, where=_c.ended.is_not(None))
@@ -55,56 +96,7 @@ _index("captures_sample_only", _c.sample_id, where=_c.sample_id != "")
 _index("captures_state", _c.state, _c.capture_id)
 _index("captures_content", _c.content_hash, where=_c.content_hash != "")
 _index("captures_created", _c.created)
-
-client_ids = sa.Table(
-    "client_ids",
-    metadata,
-    sa.Column("client_id", sa.Text, primary_key=True),
-    sa.Column("capture_id", sa.Text, primary_key=True),
-    sa.Column("rank", sa.Integer, nullable=False),
-    sqlite_with_rowid=False,
-)
-"""The ids by which a client may know a capture's request; see `hsconnector.capture.record.client_ids`."""
-
-leases = sa.Table(
-    "leases",
-    metadata,
-    sa.Column("lease_id", sa.Text, primary_key=True),
-    sa.Column("queue", sa.Text, nullable=False),
-    sa.Column("consumer", sa.Text, nullable=False),
-    sa.Column("created", sa.Double, nullable=False),
-    sa.Column("deadline", sa.Double, nullable=False),
-    sa.Column("captures", sa.Text, nullable=False),
-    sqlite_with_rowid=False,
-)
-"""`captures` is a JSON list of capture ids."""
-
-lease_items = sa.Table(
-    "lease_items",
-    metadata,
-    sa.Column("queue", sa.Text, primary_key=True),
-    sa.Column("capture_id", sa.Text, primary_key=True),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("lease_id", sa.Text, nullable=False),
-    sa.Column("deadline", sa.Double, nullable=False),
-    sa.Column("deliveries", sa.Integer, nullable=False),
-    sa.Column("remove", sa.Integer, nullable=False),
-    sqlite_with_rowid=False,
-)
-"""One capture in one queue, from its first delivery on."""
-
-_index("lease_items_capture", lease_items.c.capture_id, lease_items.c.state)
-_index("lease_items_due", lease_items.c.state, lease_items.c.deadline)
-_index("lease_items_lease", lease_items.c.lease_id)
-_index("lease_items_remove", lease_items.c.capture_id, where=lease_items.c.remove == 1)
-
-lease_counts = sa.Table(
-    "lease_counts",
-    metadata,
-    sa.Column("queue", sa.Text, primary_key=True),
-    sa.Column("consumer", sa.Text, primary_key=True),
-    sa.Column("outcome", sa.Text, primary_key=True),
-    sa.Column("count", sa.Integer, nullable=False),
-    sa.Column("last", sa.Double, nullable=False),
-    sqlite_with_rowid=False,
-)
+_index("lease_items_capture", _item.capture_id, _item.state)
+_index("lease_items_due", _item.state, _item.deadline)
+_index("lease_items_lease", _item.lease_id)
+_index("lease_items_remove", _item.capture_id, where=_item.remove == 1)

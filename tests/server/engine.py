@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,14 @@ class SharedFile:
     def close(self) -> None:
         os.close(self._fd)
         self.path.unlink(missing_ok=True)
+
+
+def until(true: Callable[[], object], within_s: float = 60.0) -> None:
+    """Returns once it is so; fails where it never is."""
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end, f"it was not so within {within_s:g} s"
+        time.sleep(0.01)
 
 
 def metric(http: httpx.Client, name: str) -> float:

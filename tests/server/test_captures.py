@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hsconnector.capture.protocol import new_capture_id
 from hsconnector.capture.record import client_ids
-from tests.server.engine import Engine, opening, rows_of
+from tests.server.engine import Engine, opening, rows_of, until
 from tests.sidecar import SidecarThread
 
 
@@ -192,8 +192,7 @@ def test_many_wait_for_one(sidecar: SidecarThread, engine: Engine) -> None:
     readers = [threading.Thread(target=wait) for _ in range(20)]
     for reader in readers:
         reader.start()
-    while len(sidecar.app.waiters) < 20:
-        time.sleep(0.01)
+    until(lambda: len(sidecar.app.waiters) == 20)
     engine.commit(name, range(3))
     for reader in readers:
         reader.join()

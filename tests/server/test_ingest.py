@@ -33,7 +33,7 @@ from hsconnector.capture.protocol import (
     new_capture_id,
     pack_token_ids,
 )
-from tests.server.engine import LAYERS, ROW, Engine, files, metric, opening, rows_of
+from tests.server.engine import LAYERS, ROW, Engine, files, metric, opening, rows_of, until
 from tests.sidecar import SidecarThread, start_sidecar
 
 OK, DUPLICATE, FAILED = MessageStatus.OK, MessageStatus.DUPLICATE, MessageStatus.FAILED
@@ -167,6 +167,17 @@ def test_a_commit_that_contradicts(
     assert files(sidecar) == []
 
 
+def test_a_quarantined_commit_is_answered_with_what_is_unsound(engine: Engine, http: httpx.Client) -> None:
+    """The engine's log says why; sent again, it is answered with the same."""
+    name = engine.open()
+    engine.rows(name, rows_of(5) * 0)
+    answer = engine.commit(name, range(5))
+    assert (answer.status, answer.state, answer.reason) == (OK, CaptureState.QUARANTINED, None)
+    assert "zero_rows in rows [0, 1, 2, 3, 4]" in answer.detail
+    assert answer.detail == http.get(f"/v1/captures/{name}").json()["detail"]
+    assert engine.commit(name, range(5)).detail == answer.detail
+
+
 def test_a_failure_keeps_its_reason(engine: Engine, http: httpx.Client, sidecar: SidecarThread) -> None:
     name = engine.open()
     engine.rows(name, rows_of(2))
@@ -291,8 +302,7 @@ def test_a_body_that_keeps_growing_is_no_silence(tmp_path: Path, first: int) -> 
             answer = engine.http.post("/v1/ingest", content=slowly(), headers={"content-length": str(len(body))})
             assert answer.status_code == 200, answer.text
             assert state_of(engine.http, name) == ("receiving", None)
-            while state_of(engine.http, name)[0] == "receiving":
-                time.sleep(0.05)
+            until(lambda: state_of(engine.http, name)[0] != "receiving")
             assert state_of(engine.http, name) == ("failed", "engine_lost"), "silence after the body is silence"
     finally:
         running.stop()

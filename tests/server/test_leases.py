@@ -38,18 +38,19 @@ from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process
 CONSUMERS = st.sampled_from(["a", "b", "c"])
 
 
-def ready(catalog: Catalog, *, dataset: str = "", state: CaptureState = CaptureState.READY, size: int = 10) -> str:
+def ready(
+    catalog: Catalog, *, state: CaptureState = CaptureState.READY, size: int = 10, **facts: str | tuple[int, ...]
+) -> str:
     name = new_capture_id()
     catalog.put(
         CaptureRecord(
             capture_id=name,
             request_id="cmpl-x-0-0123abcd",
             state=state,
-            dataset=dataset,
-            layer_ids=(0, 2, 4),
             size=size,
             created=time.time(),
             finished=time.time(),
+            **{"layer_ids": (0, 2, 4), **facts},  # type: ignore[arg-type]
         )
     )
     catalog.flush()
@@ -227,6 +228,24 @@ def test_filters(catalog: Catalog, table: Leases) -> None:
     ):
         assert names(table.take(Wanted(consumer="c", count=9, filters=filters))) == []
     assert names(table.take(Wanted(consumer="c", count=9, filters=LeaseFilter(layer_ids=(0, 4))))) == [other]
+
+
+@pytest.mark.parametrize("revision", ["", "r1", "r2"])
+def test_a_revision_is_taken_by_name_only(catalog: Catalog, table: Leases, revision: str) -> None:
+    """The empty one too: it is that of a model without revisions, not any."""
+    made = {name: ready(catalog, model_revision=name) for name in ("", "r1", "r2")}
+    wanted = Wanted(consumer="c", count=9, filters=LeaseFilter(model_revision=revision))
+    assert names(table.take(wanted)) == [made[revision]]
+
+
+@pytest.mark.parametrize(("layers", "fits"), [((0, 2, 4), True), ((0, 2, 4, 5), False), ((2,), True), ((3,), False)])
+def test_a_capture_holds_the_layers_that_are_asked_for(
+    catalog: Catalog, table: Leases, layers: tuple[int, ...], fits: bool
+) -> None:
+    """Exactly all of them is enough."""
+    name = ready(catalog, layer_ids=(0, 2, 4))
+    wanted = Wanted(consumer="c", count=9, filters=LeaseFilter(layer_ids=layers))
+    assert names(table.take(wanted)) == ([name] if fits else [])
 
 
 def test_a_lease_is_bounded_in_bytes_but_never_empty(catalog: Catalog, table: Leases) -> None:

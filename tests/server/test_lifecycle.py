@@ -15,7 +15,7 @@ from safetensors.numpy import load
 
 from hsconnector.capture.protocol import Batch, CaptureState, FailReason, Rows, Span
 from hsconnector.errors import StoreError
-from tests.server.engine import Engine, SharedFile, metric, opening, rows_of
+from tests.server.engine import Engine, SharedFile, metric, opening, rows_of, until
 from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process
 
 
@@ -142,8 +142,7 @@ def test_stop_lets_long_polls_go_and_ends_what_is_open(tmp_path: Path) -> None:
         reader = threading.Thread(target=lambda: answers.append(wait_for_end(running.url, name)[0]))
         reader.start()
         with httpx.Client(base_url=running.url) as http:
-            while metric(http, "hsconnector_waiting_readers") < 1:
-                time.sleep(0.02)
+            until(lambda: metric(http, "hsconnector_waiting_readers") == 1)
         assert running.stop() == 0
         reader.join()
     assert answers == ["receiving"]
@@ -196,7 +195,7 @@ MEGABYTE = rows_of(1000)
 def fill_delete_resume(sidecar: SidecarThread) -> None:
     with Engine(sidecar.url) as engine, httpx.Client(base_url=sidecar.url) as http:
         kept = []
-        while True:
+        for _ in range(1000):
             name = engine.open(num_prompt_tokens=1000)
             last = engine.rows(name, MEGABYTE)
             if last.reason is not None:

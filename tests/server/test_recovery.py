@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hsconnector.capture.protocol import CaptureState, new_capture_id
 from hsconnector.cli import main
 from hsconnector.errors import StoreError
 from server import recovery
-from tests.server.engine import Engine, metric, rows_of
+from tests.server.engine import Engine, metric, rows_of, until
 from tests.sidecar import SidecarThread, start_sidecar
 
 
@@ -206,8 +205,7 @@ def test_shards_that_were_away_for_one_start_are_ready_again(store: Path) -> Non
     assert listing(running) == dict.fromkeys(names, "expired")
     answer = httpx.get(f"{running.url}/v1/captures/{names[0]}").json()
     assert (answer["reason"], answer["detail"].split(",")[0]) == ("store_error", "its shard was gone")
-    while running.app._leases._tidied == 0:
-        time.sleep(0.01)
+    until(lambda: running.app._leases._tidied)
     running.stop()
     disk.bring()
     running = start_sidecar(store)
@@ -246,6 +244,23 @@ def test_what_was_deleted_while_its_disk_was_away_stays_so(store: Path) -> None:
     disk.bring()
     running = start_sidecar(store)
     assert listing(running) == {name: "expired", other: "ready"}
+    running.stop()
+
+
+def test_a_deletion_takes_the_shard_of_a_capture_whose_disk_came_back(store: Path) -> None:
+    """The store had lost it, and only the next start would have listed it again."""
+    (name,), disk = fill(store), Disk(store)
+    running = start_sidecar(store)
+    disk.take()
+    assert httpx.get(f"{running.url}/v1/captures/{name}/tensors").status_code == 410
+    disk.bring()
+    assert httpx.delete(f"{running.url}/v1/captures/{name}").status_code == 204
+    assert not shard(store, name).exists()
+    assert running.app.store.used == 0
+    running.stop()
+    running = start_sidecar(store)
+    assert listing(running) == {name: "expired"}
+    assert not (store / "damaged").exists()
     running.stop()
 
 

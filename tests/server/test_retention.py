@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from hsconnector.capture.protocol import CaptureState, Commit, FailReason, Message, Rows, Span, pack_token_ids
 from server.store import RESERVE
-from tests.server.engine import Engine, metric, opening, rows_of
+from tests.server.engine import Engine, metric, opening, rows_of, until
 from tests.sidecar import start_sidecar
 
 ROWS = rows_of(20)
@@ -117,7 +118,9 @@ def test_a_full_store_slows_its_producer_until_a_consumer_is_done(limited: Limit
 
     def consume() -> None:
         nonlocal lease
-        while len(taken) < 30:
+        for _ in range(300):
+            if len(taken) >= 30:
+                return
             with httpx.Client(base_url=limited.sidecar.url, timeout=60) as http:
                 lease = http.post("/v1/leases?wait=60", json={"consumer": "c", "count": 2}).json()
                 taken.extend(capture["capture_id"] for capture in lease["captures"])
@@ -183,8 +186,7 @@ def test_a_sidecar_that_stops_lets_go_of_who_waits(limited: Limited) -> None:
         limited.engine.capture(ROWS)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(limited.engine.capture, ROWS)
-        while not metric(limited.http, "hsconnector_full_waits_total"):
-            time.sleep(0.01)
+        until(lambda: metric(limited.http, "hsconnector_full_waits_total"))
         limited.http.close()
         limited.sidecar.stop()
         waiting.result()
@@ -198,10 +200,12 @@ def test_the_sweeper_leaves_what_is_read_leased_or_not_complete(limited: Limited
         limited.sidecar.app.store.quota = None
         receiving = limited.engine.open(num_prompt_tokens=20)
         held: dict[str, Any] = {}
-        while not held.get("captures"):
+        for _ in range(1000):
             limited.engine.capture(ROWS)
             held = limited.take(deadline_s=600)
-        while True:
+            if held["captures"]:
+                break
+        for _ in range(1000):
             name = engine.capture(wide)
             with limited.http.stream("GET", f"/v1/captures/{name}/tensors") as answer:
                 if answer.status_code == 410:
@@ -209,15 +213,13 @@ def test_the_sweeper_leaves_what_is_read_leased_or_not_complete(limited: Limited
                 pieces = answer.iter_raw(1 << 16)
                 got = len(next(pieces))
                 gone = limited.engine.capture(ROWS)
-                while limited_state(limited.sidecar.url, gone) != "expired":
-                    time.sleep(0.01)
+                until(lambda gone=gone: limited_state(limited.sidecar.url, gone) == "expired")  # type: ignore[misc]
                 assert limited_state(limited.sidecar.url, name) == "ready"
                 got += sum(map(len, pieces))
                 assert got == int(answer.headers["content-length"])
             break
     assert limited.http.get(f"/v1/captures/{name}?wait=0").status_code == 200
-    while limited.state(name) != "expired":
-        time.sleep(0.01)
+    until(lambda: limited.state(name) == "expired")
     assert limited.state(held["captures"][0]["capture_id"]) == "ready"
     assert limited.engine.rows(receiving, ROWS).reason is None
     assert limited.engine.commit(receiving, range(20)).state is CaptureState.READY
@@ -235,8 +237,7 @@ def test_a_reader_that_goes_away_leaves_the_shard(limited: Limited) -> None:
         name = engine.capture(rows_of(1200, hidden=1024))
     with httpx.Client(base_url=limited.sidecar.url) as leaving, leaving.stream("GET", f"/v1/captures/{name}/tensors"):
         assert limited.collect(ttl_s=0)["count"] == 0
-    while limited.sidecar.app.readers.has(name):
-        time.sleep(0.01)
+    until(lambda: not limited.sidecar.app.readers.has(name))
     assert limited.state(name) == "ready"
     assert limited.collect(ttl_s=0)["data"][0]["capture_id"] == name
     assert limited.http.delete(f"/v1/captures/{name}").status_code == 204
@@ -292,15 +293,12 @@ def test_collecting_by_filter(limited: Limited) -> None:
         "receiving",
     ]
     assert limited.collect(filters={"created_before": time.time() - 60}, dry_run=False)["count"] == 0
+    created = limited.http.get(f"/v1/captures/{other}").json()["created"]
+    before = {"dataset": "e", "created_before": created}
+    assert limited.collect(filters=before)["count"] == 0, "before, not at"
+    assert limited.collect(filters=before | {"created_before": math.nextafter(created, math.inf)})["count"] == 1
     answer = limited.http.post("/v1/captures:collect", json={"filters": {}, "dry_run": False})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "bad_request")
-
-
-def wait_for_status(limited: Limited, name: str, status: int) -> None:
-    end = time.monotonic() + 30
-    while limited.http.get(f"/v1/captures/{name}").status_code != status:
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @limits("limited", [{"captures": 100, "forget_s": 0.2, "sweep_s": 0.02}], indirect=True)
@@ -312,7 +310,7 @@ def test_what_has_gone_is_forgotten_in_time(limited: Limited) -> None:
     assert limited.http.get(f"/v1/captures/{deleted}/tensors").status_code == 410
     limited.engine.fail(failed)
     for name in (deleted, failed):
-        wait_for_status(limited, name, 404)
+        until(lambda name=name: limited.http.get(f"/v1/captures/{name}").status_code == 404)  # type: ignore[misc]
     assert limited.http.get("/v1/requests/mine/hidden-states").status_code == 404
     assert limited.http.delete(f"/v1/captures/{deleted}").status_code == 404
     assert limited.state(ready) == "ready"

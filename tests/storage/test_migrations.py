@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.errors import BrokenIndex, IndexFault
-from hsconnector.storage import migrations
+from hsconnector.storage import migrations, sqlite
 from hsconnector.storage.index import Index
 from hsconnector.storage.migrations import prepare
 from hsconnector.storage.queries import Filter
@@ -87,31 +87,36 @@ def test_doing_it_again_changes_nothing(old: OldStore) -> None:
     assert dump(path_of(old)) == before
 
 
-@pytest.mark.parametrize("step", ["CREATE TABLE counted", "DROP TABLE", "RENAME TO", "captures_created", "alembic_ver"])
+STEPS = {
+    "making": (sqlite3.SQLITE_CREATE_TABLE, "counted"),
+    "dropping": (sqlite3.SQLITE_DROP_TABLE, "captures"),
+    "renaming": (sqlite3.SQLITE_ALTER_TABLE, "counted"),
+    "the last index": (sqlite3.SQLITE_CREATE_INDEX, "captures_created"),
+    "the revision": (sqlite3.SQLITE_INSERT, "alembic_version"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_a_failure_in_the_middle_leaves_what_was(old: OldStore, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, before, met = migrations.sqlite.connect, dump(path_of(old)), []
+    """SQLite itself denies the step."""
+    real, before, denied = sqlite.connect, dump(path_of(old)), []
 
     def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
         connection = real(path, durable=durable)
-        denied = {"CREATE TABLE counted": sqlite3.SQLITE_CREATE_TABLE, "DROP TABLE": sqlite3.SQLITE_DROP_TABLE}
 
-        def allow(action: int, first: str | None, second: str | None, *_: object) -> int:
-            wanted = denied.get(step)
-            names = (first or "", second or "")
-            hit = action == wanted and {"counted", "captures"} & set(names) if wanted else False
-            hit = hit or (step == "RENAME TO" and action == sqlite3.SQLITE_ALTER_TABLE)
-            hit = hit or (step == "captures_created" and action == sqlite3.SQLITE_CREATE_INDEX and step in names)
-            hit = hit or (step == "alembic_ver" and action == sqlite3.SQLITE_INSERT and "alembic_version" in names)
-            met.extend([step] * bool(hit))
-            return sqlite3.SQLITE_DENY if hit else sqlite3.SQLITE_OK
+        def allow(action: int, *about: str | None) -> int:
+            if (action, True) != (STEPS[step][0], STEPS[step][1] in about):
+                return sqlite3.SQLITE_OK
+            denied.append(about)
+            return sqlite3.SQLITE_DENY
 
         connection.set_authorizer(allow)
         return connection
 
-    monkeypatch.setattr(migrations.sqlite, "connect", connect)
+    monkeypatch.setattr(sqlite, "connect", connect)
     with pytest.raises(IndexFault):
         prepare(path_of(old))
-    assert met
+    assert denied
     monkeypatch.undo()
     assert dump(path_of(old)) == before
     prepare(path_of(old))
@@ -123,8 +128,8 @@ def test_a_failure_in_the_middle_leaves_what_was(old: OldStore, step: str, monke
 def test_a_process_killed_in_the_middle_leaves_what_was(old: OldStore) -> None:
     before = dump(path_of(old))
     script = (
-        "import os, signal, sys; from pathlib import Path; from hsconnector.storage import migrations;"
-        "migrations.sqlite.set_user_version = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "import os, signal, sys; from pathlib import Path; from hsconnector.storage import migrations, sqlite;"
+        "sqlite.set_user_version = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
         "migrations.prepare(Path(sys.argv[1]))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(path_of(old))], env=dict(os.environ), check=False)

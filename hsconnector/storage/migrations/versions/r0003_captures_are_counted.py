@@ -13,21 +13,12 @@ down_revision = None
 
 _LEASES = """
 CREATE TABLE IF NOT EXISTS leases (
-    lease_id TEXT PRIMARY KEY NOT NULL,
-    queue TEXT NOT NULL,
-    consumer TEXT NOT NULL,
-    created DOUBLE NOT NULL,
-    deadline DOUBLE NOT NULL,
-    captures TEXT NOT NULL
+    lease_id TEXT PRIMARY KEY NOT NULL, queue TEXT NOT NULL, consumer TEXT NOT NULL, created DOUBLE NOT NULL,
+    deadline DOUBLE NOT NULL, captures TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS lease_items (
-    queue TEXT NOT NULL,
-    capture_id TEXT NOT NULL,
-    state TEXT NOT NULL,
-    lease_id TEXT NOT NULL,
-    deadline DOUBLE NOT NULL,
-    deliveries INTEGER NOT NULL,
-    remove INTEGER NOT NULL,
+    queue TEXT NOT NULL, capture_id TEXT NOT NULL, state TEXT NOT NULL, lease_id TEXT NOT NULL,
+    deadline DOUBLE NOT NULL, deliveries INTEGER NOT NULL, remove INTEGER NOT NULL,
     PRIMARY KEY (queue, capture_id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lease_items_capture ON lease_items (capture_id, state);
@@ -35,30 +26,16 @@ CREATE INDEX IF NOT EXISTS lease_items_due ON lease_items (state, deadline);
 CREATE INDEX IF NOT EXISTS lease_items_lease ON lease_items (lease_id);
 CREATE INDEX IF NOT EXISTS lease_items_remove ON lease_items (capture_id) WHERE remove = 1;
 CREATE TABLE IF NOT EXISTS lease_counts (
-    queue TEXT NOT NULL,
-    consumer TEXT NOT NULL,
-    outcome TEXT NOT NULL,
-    count INTEGER NOT NULL,
-    last DOUBLE NOT NULL,
-    PRIMARY KEY (queue, consumer, outcome)
+    queue TEXT NOT NULL, consumer TEXT NOT NULL, outcome TEXT NOT NULL, count INTEGER NOT NULL,
+    last DOUBLE NOT NULL, PRIMARY KEY (queue, consumer, outcome)
 ) WITHOUT ROWID
 """
 _CAPTURES = """
 CREATE TABLE counted (
-    seq INTEGER NOT NULL PRIMARY KEY,
-    capture_id TEXT NOT NULL UNIQUE,
-    folder TEXT NOT NULL,
-    request_id TEXT NOT NULL,
-    dataset TEXT NOT NULL,
-    sample_id TEXT NOT NULL,
-    state TEXT NOT NULL,
-    content_hash TEXT NOT NULL,
-    model TEXT NOT NULL,
-    created DOUBLE NOT NULL,
-    size BIGINT NOT NULL,
-    record BLOB NOT NULL,
-    ended DOUBLE,
-    reason TEXT NOT NULL DEFAULT ''
+    seq INTEGER NOT NULL PRIMARY KEY, capture_id TEXT NOT NULL UNIQUE, folder TEXT NOT NULL,
+    request_id TEXT NOT NULL, dataset TEXT NOT NULL, sample_id TEXT NOT NULL, state TEXT NOT NULL,
+    content_hash TEXT NOT NULL, model TEXT NOT NULL, created DOUBLE NOT NULL, size BIGINT NOT NULL,
+    record BLOB NOT NULL, ended DOUBLE, reason TEXT NOT NULL DEFAULT ''
 );
 INSERT INTO counted SELECT rowid, capture_id, folder, request_id, dataset, sample_id, state, content_hash, model,
     created, size, record, ended, reason FROM captures;
