@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+import re
 
 import pytest
 
@@ -66,19 +66,18 @@ def _tables() -> dict[str, tuple[str, str]]:
     return found
 
 
+_CLASS = re.compile(r"^class (\w+)(?:\[[^\]]*\])?(?:\((.*?)\))?:", re.MULTILINE | re.DOTALL)
+
+
 def _bases() -> dict[str, set[str]]:
+    """Classes by name with what they inherit; read as text, for parsing two thousand of them takes seconds."""
     found: dict[str, set[str]] = {}
     for folder in (models_folder, models_folder.parents[1] / "models"):
         for file in folder.rglob("*.py"):
-            for node in _tree(file).body:
-                if isinstance(node, ast.ClassDef):
-                    names = {ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases}
-                    found.setdefault(node.name, set()).update(names)
+            for name, bases in _CLASS.findall(file.read_text()):
+                plain = re.sub(r"\[[^\]]*\]+|#.*|\w+=\w+", "", bases)
+                found.setdefault(name, set()).update(base.split(".")[-1] for base in re.findall(r"[\w.]+", plain))
     return found
-
-
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
 
 
 def _inherits(cls: str, bases: dict[str, set[str]], seen: tuple[str, ...] = ()) -> bool:
