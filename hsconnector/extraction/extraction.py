@@ -17,17 +17,16 @@ from hsconnector.capture.protocol import CaptureState, pack_token_ids
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.async_client import AsyncClient
 from hsconnector.errors import HSConnectorError
+from hsconnector.extraction.book import Noted
 from hsconnector.extraction.content import CaptureUnfit, judge
 from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.prompts.prompt import Missing, Prompt
+from hsconnector.prompts.prompt import Dropped, Missing, Prompt
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
 
-_CHUNK = 128
-"""Rows read, hashed and looked up together."""
 _LOOKED_UP = 500
-"""Captures looked up together at the end."""
+"""Rows read, hashed and looked up together."""
 _LONGEST_PAUSE_S = 15.0
 
 
@@ -57,18 +56,6 @@ class Order:
     def patience(self) -> int:
         """Rows that may fail one after the other before the run stops."""
         return max(10, 2 * self.concurrency)
-
-
-@dataclass(frozen=True, slots=True)
-class _Booked:
-    """A row whose capture is there, as the last look at the sidecar needs it."""
-
-    row: int
-    sample_id: str
-    tokens: int
-    fate: Fate
-    used_up: frozenset[str]
-    """Its captures that were acknowledged and let go before this run, which say nothing of this one."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +89,6 @@ class Extraction:
         self._content = content
         self._changed = changed
         self._slots = asyncio.Semaphore(order.concurrency)
-        self._seen: dict[str, int] = {}
-        """Content hashes, and the row each was first met in."""
-        self._failed: set[int] = set()
-        self._repeats: list[tuple[Prompt, int]] = []
-        self._booked: dict[str, _Booked] = {}
-        """By content hash."""
 
     async def run(self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None] = lambda _: None) -> None:
         """Captures what is not there yet; `taken` is told each prompt, in order.
@@ -117,7 +98,7 @@ class Extraction:
         await self._await_leftovers()
         try:
             async with asyncio.TaskGroup() as tasks:
-                while chunk := await asyncio.to_thread(_take, samples, _CHUNK):
+                while chunk := await asyncio.to_thread(_take, samples, _LOOKED_UP):
                     for ask in await self._wanted(chunk, taken):
                         await self._slots.acquire()
                         tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
@@ -141,15 +122,16 @@ class Extraction:
         prompts: dict[str, Prompt] = {}
         for sample in chunk:
             if isinstance(sample, Missing):
-                self.ledger.refused(sample)
+                self._leave_out(sample)
                 continue
             taken(sample)
+            self.ledger.thoughts_left_out += sample.thoughts_left_out
             digest = self._content.hash_of(pack_token_ids(sample.token_ids))
-            first = self._seen.setdefault(digest, sample.row)
+            first = self.ledger.book.meet(digest, sample.row)
             if first == sample.row:
                 prompts[digest] = sample
             else:
-                self._repeats.append((sample, first))
+                self.ledger.book.repeat(sample, first)
         found = await self._sidecar.lookup(list(prompts))
         asks = []
         for digest, prompt in prompts.items():
@@ -157,6 +139,12 @@ class Extraction:
             asks += [ask] if ask else []
         self._changed()
         return asks
+
+    def _leave_out(self, sample: Missing) -> None:
+        if isinstance(sample, Dropped):
+            self.ledger.dropped(sample)
+        else:
+            self.ledger.refused(sample)
 
     async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
         """What is left to ask for a row with these captures: nothing where one is ready, or too many were unsound."""
@@ -233,10 +221,9 @@ class Extraction:
         self._changed()
 
     def _note(self, prompt: Prompt, digest: str, fate: Fate, used_up: frozenset[str]) -> None:
-        self._booked[digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), fate, used_up)
+        self.ledger.book.note(Noted(digest, prompt.row, prompt.sample_id, len(prompt.token_ids), fate, used_up))
 
     def _fail(self, prompt: Prompt, reason: str, *, in_vain: bool = False) -> None:
-        self._failed.add(prompt.row)
         self.ledger.failed(Missing(prompt.row, prompt.sample_id, reason), in_vain=in_vain)
         self._changed()
         if self.ledger.failed_in_a_row >= self._order.patience:
@@ -246,13 +233,11 @@ class Extraction:
             )
 
     def _settle_repeats(self) -> None:
-        for prompt, first in self._repeats:
-            if first in self._failed:
-                self.ledger.failed(
-                    Missing(prompt.row, prompt.sample_id, f"has the tokens of row {first}, which failed")
-                )
+        for row, sample_id, first in self.ledger.book.repeats():
+            if first in self.ledger.with_capture:
+                self.ledger.repeated(row)
             else:
-                self.ledger.repeated(prompt)
+                self.ledger.failed(Missing(row, sample_id, f"has the tokens of row {first}, which failed"))
         self._changed()
 
     async def _look_again(self) -> None:
@@ -261,23 +246,21 @@ class Extraction:
         A capture that was acknowledged during the run counts as there. A request that was given up may have been
         captured in the end: of two captures of a row one is removed.
         """
-        digests = iter(list(self._booked))
-        while piece := list(itertools.islice(digests, _LOOKED_UP)):
-            for digest, records in (await self._sidecar.lookup(piece)).items():
+        for piece in self.ledger.book.noted(_LOOKED_UP):
+            for digest, records in (await self._sidecar.lookup(list(piece))).items():
                 if any(record.state is CaptureState.READY for record in records):
                     await self._keep_oldest(records)
-                elif not _used_up(records) - self._booked[digest].used_up:
-                    self._lose(self._booked[digest], records)
+                elif not _used_up(records) - piece[digest].used_up:
+                    self._lose(piece[digest], records)
             self._changed()
 
-    def _lose(self, booked: _Booked, records: list[CaptureRecord]) -> None:
+    def _lose(self, noted: Noted, records: list[CaptureRecord]) -> None:
         why = f": {records[-1].detail}" if records and records[-1].detail else ""
         reason = (
-            f"was {booked.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a "
+            f"was {noted.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a "
             "larger --quota or --ttl-s, or extract in parts"
         )
-        self._failed.add(booked.row)
-        self.ledger.lost(Missing(booked.row, booked.sample_id, reason), booked.fate, booked.tokens)
+        self.ledger.lost(Missing(noted.row, noted.sample_id, reason), Fate(noted.fate), noted.tokens)
 
     async def _keep_oldest(self, records: list[CaptureRecord]) -> None:
         """Removes the younger captures of a sample: a request whose answer was lost may have been captured as well."""

@@ -150,7 +150,9 @@ class PromptReader:
             reason = f"has {length} tokens, the engine takes {taken} and one to generate"
         if self.preparation.too_long == "drop":
             raise _LeftOut(DropReason.TOO_LONG, reason)
-        raise RowRefused(f"{reason}: shorten it, raise the engine's --max-model-len, or say too_long=truncate or drop")
+        raise RowRefused(
+            f"{reason}: shorten it, raise the engine's --max-model-len, or give --too-long truncate or drop"
+        )
 
 
 def _token_ids(value: Any) -> list[int]:

@@ -117,12 +117,89 @@ def test_what_is_stored_is_saved_with_its_masks(engine: FakeEngine, sidecar: Sid
     data, folder = tmp_path / "talk.jsonl", tmp_path / "tokens"
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     data.write_text("".join(json.dumps({"messages": talk[: 1 + i % 2]}) + "\n" for i in range(3)))
+    words = ["--min-trained-tokens", 0, "--save-dataset", folder, "--save-format", "arrow"]
     for _ in range(2):
-        assert extract(data, *options(engine, sidecar), "--save-dataset", folder, "--save-format", "arrow") == 1
+        assert extract(data, *options(engine, sidecar), *words) == 1
     rows = list(open_rows(folder).read())
     assert [row["row"] for row in rows] == [0, 2]  # type: ignore[index]
     assert rows[0]["input_ids"] == engine.bodies[0]["prompt"]  # type: ignore[index]
     assert json.loads((folder / "hsconnector-dataset.json").read_text())["layer_ids"] == [0, 2, 4]
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+
+
+def test_what_is_not_wanted_is_dropped_and_counted_apart(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "d.jsonl"
+    rows = [
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": [4, 5, 6, 7]},
+        {"input_ids": [6, 5], "loss_mask": [0, 0]},
+        {"input_ids": [8, 9], "loss_mask": [0, 1]},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--max-tokens", 3, "--too-long", "drop", "--min-trained-tokens", 2]
+    assert extract(data, *options(engine, sidecar), *words) == 0
+    out = capsys.readouterr().out
+    assert out == "4 rows, 1 captured (3 tokens), 0 were there, 3 dropped (1 too long, 2 untrained)\n"
+    assert extract(data, *options(engine, sidecar), *words, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["dropped"], summary["dropped_for"]) == (3, {"too_long": 1, "untrained": 2})
+    assert extract(data, *options(engine, sidecar), "--limit", 2, "--max-tokens", 3, "--too-long", "truncate") == 0
+    assert engine.bodies[-1]["prompt"] == [4, 5, 6]
+
+
+def test_a_restart_prepares_as_the_run_before_and_asks_for_nothing_again(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on another day: the template writes the date."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d%m%Y') }}" + (tokenizer.chat_template or "")
+    tokenizer.save_pretrained(tmp_path / "dated")
+    data, folder = tmp_path / "d.jsonl", tmp_path / "tokens"
+    rows = [{"messages": [{**turn, "role": turn["role"].replace("user", "boss")} for turn in talk("a", "b", "c", "d")]}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*options(engine, sidecar), "--tokenizer", tmp_path / "dated", "--save-dataset", folder]
+    first = ["--date", "2001-02-03", "--role", "boss=user", "--train-on", "last", "--template-kwargs", '{"x": 1}']
+    assert extract(data, *words, *first) == 0
+    assert extract(data, *words) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 rows, 0 captured (0 tokens), 1 were there")
+    assert len(engine.asked) == 1
+    (row,) = open_rows(folder).read()
+    kept = json.loads((folder / "hsconnector-dataset.json").read_text())
+    assert kept["preparation"]["date"] == "2001-02-03"
+    assert kept["counts"]["stored"] == 1
+    assert extract(data, *words, "--date", "2001-02-04") == 2
+    assert "is prepared with date=2001-02-03, asked for is 2001-02-04" in capsys.readouterr().err
+    assert extract(data, *words[:-1], tmp_path / "other", *first[:-4]) == 0
+    (whole,) = open_rows(tmp_path / "other").read()
+    assert whole["input_ids"] == row["input_ids"] and sum(whole["loss_mask"]) > sum(row["loss_mask"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--template-kwargs", "{"], "--template-kwargs '{' is no JSON"),
+        (["--template-kwargs", "[]"], "is no JSON object, but a list"),
+        (["--date", "yesterday"], "--date 'yesterday' is no day as YYYY-MM-DD"),
+        (["--role", "boss"], "--role 'boss' is not NAME=ROLE"),
+        (["--role", "boss=king"], "role 'boss'='king' is not NAME=ROLE with one of system"),
+    ],
+)
+def test_options_of_the_preparation_that_make_no_sense_are_refused(
+    engine: FakeEngine,
+    sidecar: SidecarThread,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    line: str,
+) -> None:
+    assert extract(data, *options(engine, sidecar), *words) == 2
+    assert line in " ".join(capsys.readouterr().err.split())
+    assert engine.asked == []
 
 
 def test_the_limit_takes_rows_from_the_start(engine: FakeEngine, sidecar: SidecarThread, data: Path) -> None:
