@@ -29,11 +29,11 @@ from hsconnector.extraction.content import choose_content
 from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
 from hsconnector.extraction.extraction import Extraction, Order
 from hsconnector.extraction.ledger import Ledger
-from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
-from hsconnector.prompts.encoded import Encoded
+from hsconnector.extraction.lock import only_run
+from hsconnector.extraction.preparing import Recipe, default_workers, prepare
 from hsconnector.prompts.files import Rows, open_rows
 from hsconnector.prompts.preparation import Preparation
-from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
+from hsconnector.prompts.prompt import Missing, Prompt
 from hsconnector.prompts.saved import SavedDataset
 
 __all__ = ["extract"]
@@ -61,6 +61,9 @@ class Options:
     tokenizer: str
     id_field: str
     limit: int
+    shard: tuple[int, int]
+    """Which of how many, from 0."""
+    workers: int
     preparation: Preparation
     saved: SavedDataset | None
     failures: Path | None
@@ -94,6 +97,12 @@ def extract(
         float, typer.Option(min=1, help="Seconds until a capture must be final, once its request is answered.")
     ] = 120.0,
     limit: Annotated[int, typer.Option(min=0, help="Only so many rows from the start; 0: all.")] = 0,
+    shard: Annotated[
+        str, typer.Option(help="I/N, the I-th of N parts, for N machines: each N-th row; default: all rows.")
+    ] = "1/1",
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that encode conversations; default: a core is left.")
+    ] = None,
     train_on: Annotated[
         Literal["all", "last"] | None, typer.Option(help="The assistant's turns that count; default: all.")
     ] = None,
@@ -138,7 +147,7 @@ def extract(
     How rows are prepared, the date included, is kept with --save-dataset, and the next run for that folder does the
     same. Exit code 1 if any row that is wanted has no capture at the end.
     """
-    given = {
+    given: dict[str, Any] = {
         "train_on": train_on,
         "max_tokens": max_tokens,
         "too_long": too_long,
@@ -170,6 +179,8 @@ def extract(
         tokenizer=tokenizer,
         id_field=id_field,
         limit=limit,
+        shard=_shard(shard),
+        workers=default_workers() if workers is None else workers,
         preparation=saved.decide(decided) if saved else Preparation(**decided),
         saved=saved,
         failures=failures,
@@ -180,7 +191,8 @@ def extract(
 
 def _carry_out(options: Options) -> None:
     """Runs the command and reports, also what was done before an error or Ctrl-C."""
-    ledger = Ledger(min(options.rows.count, options.limit or options.rows.count))
+    part, parts = options.shard
+    ledger = Ledger(len(range(part, min(options.rows.count, options.limit or options.rows.count), parts)))
     try:
         asyncio.run(_Run(options, ledger).run())
     except (HSConnectorError, KeyboardInterrupt) as error:
@@ -215,6 +227,7 @@ class _Run:
                 engines.append(Engine(url, await stack.enter_async_context(http)))
             http = connect_async(options.sidecar_url, key=options.api_key, timeout_s=60.0, connections=connections)
             sidecar = AsyncClient(options.sidecar_url, await stack.enter_async_context(http))
+            stack.enter_context(only_run(options.sidecar_url, options.order.dataset, options.shard))
             order, content, max_tokens = await self._meet(engines, sidecar)
             saved = stack.enter_context(options.saved) if options.saved else None
             if saved is not None:
@@ -261,19 +274,12 @@ class _Run:
             await asyncio.sleep(0.5)
 
     def _samples(self, content: Content, max_tokens: int) -> Iterator[Prompt | Missing]:
-        tokenizer: list[ChatTokenizer] = []
-
-        def encode(conversation: object, tools: object) -> Encoded:
-            if not tokenizer:
-                name, decided = self.options.tokenizer or content.model, self.options.preparation
-                tokenizer.append(load_tokenizer(name, preparation=decided))
-            return tokenizer[0].encode(conversation, tools)
-
-        reader = PromptReader(encode, self.options.id_field, max_tokens, self.options.preparation)
-        for index, row in enumerate(self.options.rows.read()):
-            if self.options.limit and index >= self.options.limit:
-                return
-            yield reader.read(row, index)
+        options = self.options
+        tokenizer = options.tokenizer or content.model
+        recipe = Recipe(tokenizer, options.preparation, options.id_field, max_tokens)
+        rows = enumerate(itertools.islice(options.rows.read(), options.limit or None))
+        part, parts = options.shard
+        return prepare((row for row in rows if row[0] % parts == part), recipe, options.workers)
 
     def _publish(self, saved: SavedDataset, content: Content) -> None:
         """Saves what has a capture, also where the run broke off."""
@@ -316,6 +322,13 @@ def _pairs(option: str, words: list[str]) -> dict[str, str]:
             raise SettingsError(f"{option} {word!r} is not NAME={'ROLE' if option == '--role' else 'VALUE'}")
         pairs[name] = value
     return pairs
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise SettingsError(f"--shard {text!r} is not I/N with I from 1 to N")
+    return int(part) - 1, int(parts)
 
 
 def _object(text: str) -> dict[str, Any] | None:

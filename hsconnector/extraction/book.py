@@ -104,8 +104,8 @@ class Book:
                 return
             last = found[-1][0]
             yield {
-                key.hex(): Noted(key.hex(), *facts, used_up=frozenset(used_up.split()))
-                for key, *facts, used_up in found
+                key.hex(): Noted(key.hex(), row, sample_id, tokens, fate, frozenset(used_up.split()))
+                for key, row, sample_id, tokens, fate, used_up in found
             }
 
 

@@ -19,9 +19,11 @@ from hsconnector.client.async_client import AsyncClient
 from hsconnector.errors import HSConnectorError
 from hsconnector.extraction.book import Noted
 from hsconnector.extraction.content import CaptureUnfit, judge
-from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
+from hsconnector.extraction.engine import Engine, EngineAway, EngineBusy, EngineRefused
+from hsconnector.extraction.engines import Engines
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.prompts.prompt import Dropped, Missing, Prompt
+from hsconnector.prompts.encoded import check_ids
+from hsconnector.prompts.prompt import Dropped, Missing, Prompt, RowRefused
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
 
@@ -51,6 +53,10 @@ class Order:
     """Seconds that a capture may take to become final once its request is answered."""
     pause_s: float = 0.5
     """Seconds before the second attempt; doubles with each further one."""
+    quiet_s: float = 15.0
+    """Seconds without an answer, beside some times the longest so far, after which an engine counts as hanging."""
+    away_s: float = 600.0
+    """Seconds without a good answer of any engine after which the run ends."""
 
     @property
     def patience(self) -> int:
@@ -58,7 +64,7 @@ class Order:
         return max(10, 2 * self.concurrency)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ask:
     """A row that the engines are asked for, at most `attempts` times."""
 
@@ -66,6 +72,8 @@ class _Ask:
     digest: str
     attempts: int
     used_up: frozenset[str]
+    compared: bool = False
+    """Its tokens are known to be those that an engine makes of it, or that none can tell."""
 
 
 class Extraction:
@@ -83,8 +91,7 @@ class Extraction:
     ) -> None:
         self.ledger = ledger
         self._order = order
-        self._engines = tuple(engines)
-        self._turn = itertools.count()
+        self.engines = Engines(engines, pause_s=order.pause_s, quiet_s=order.quiet_s, away_s=order.away_s)
         self._sidecar = sidecar
         self._content = content
         self._changed = changed
@@ -96,20 +103,45 @@ class Extraction:
         Raises ExtractionStopped, EngineUnusable, SidecarUnreachable or SidecarRefused; then what was captured stays.
         """
         await self._await_leftovers()
+        ticking = asyncio.ensure_future(self._tick())
         try:
             async with asyncio.TaskGroup() as tasks:
-                while chunk := await asyncio.to_thread(_take, samples, _LOOKED_UP):
-                    for ask in await self._wanted(chunk, taken):
-                        await self._slots.acquire()
-                        tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
+                asks: asyncio.Queue[_Ask | None] = asyncio.Queue(_LOOKED_UP)
+                tasks.create_task(self._look_up(samples, taken, asks))
+                while ask := await asks.get():
+                    await self._slots.acquire()
+                    tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
         except BaseExceptionGroup as group:
             ours, _ = group.split(HSConnectorError)
             if ours is None:
                 raise
             raise _first(ours) from None
+        finally:
+            ticking.cancel()
+            self.ledger.waits = ""
         await self._await_leftovers()
         await self._look_again()
         self._settle_repeats()
+
+    async def _tick(self) -> None:
+        """Tells every second who waits for whom, also when no row comes to its end."""
+        while True:
+            await asyncio.sleep(1)
+            resting = self.engines.resting
+            if resting:
+                self.ledger.waits = f"waiting for {', '.join(resting)}"
+            else:
+                self.ledger.waits = "the engines are busy" if self._slots.locked() else "the engines wait for rows"
+            self._changed()
+
+    async def _look_up(
+        self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None], asks: asyncio.Queue[_Ask | None]
+    ) -> None:
+        """Runs ahead of the engines: puts into the queue what is to be asked for, then None."""
+        while chunk := await asyncio.to_thread(_take, samples, _LOOKED_UP):
+            for ask in await self._wanted(chunk, taken):
+                await asks.put(ask)
+        await asks.put(None)
 
     async def _await_leftovers(self, sample_id: str | None = None) -> None:
         """Waits for captures that an earlier run, or an earlier attempt, began."""
@@ -164,24 +196,40 @@ class Extraction:
 
     async def _capture(self, ask: _Ask) -> None:
         """One row, until it is captured or has been asked for often enough."""
-        reason, turn = "", next(self._turn)
-        for attempt in range(ask.attempts):
+        attempt, reason, engine = 0, "", None
+        while attempt < ask.attempts:
             if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)
             try:
-                await self._attempt(ask, self._engines[(turn + attempt) % len(self._engines)])
+                capture_id, engine = await self.engines.run(lambda chosen: self._asked(ask, chosen), engine)
+                await self._judge(ask, capture_id)
+            except EngineAway:
+                continue  # it was not asked; what Engines waits for is bounded
             except (EngineBusy, CaptureUnfit) as error:
-                reason = str(error)
+                attempt, reason = attempt + 1, str(error)
                 if isinstance(error, CaptureUnfit) and not error.again:
                     return self._fail(ask.prompt, reason)
+                engine = error.engine if isinstance(error, EngineBusy) else engine
             except EngineRefused as error:
                 return self._fail(ask.prompt, str(error))
+            except RowRefused as error:
+                return self._refuse(ask.prompt, str(error))
             else:
                 return self._book(ask)
         return self._fail(ask.prompt, f"{reason} (attempt {ask.attempts} of {ask.attempts})", in_vain=True)
 
-    async def _attempt(self, ask: _Ask, engine: Engine) -> None:
-        capture_id = await engine.capture(self._body(ask))
+    async def _asked(self, ask: _Ask, engine: Engine) -> str:
+        """The id of a capture; raises RowRefused where the engine renders the row's conversation to other ids."""
+        if not ask.compared and (whole := ask.prompt.whole) is not None:
+            ids = await engine.rendered(self._order.model, whole.request) if whole.request else None
+            if ids is None:
+                self.ledger.local += 1
+            else:
+                check_ids(ids, whole)
+            ask.compared = True
+        return await engine.capture(self._body(ask))
+
+    async def _judge(self, ask: _Ask, capture_id: str) -> None:
         waited = self._order.capture_timeout_s
         judge(await self._sidecar.wait(capture_id, waited), ask.prompt, self._content, waited_s=waited)
 
@@ -225,6 +273,14 @@ class Extraction:
 
     def _fail(self, prompt: Prompt, reason: str, *, in_vain: bool = False) -> None:
         self.ledger.failed(Missing(prompt.row, prompt.sample_id, reason), in_vain=in_vain)
+        self._stop_where_all_fail(reason)
+
+    def _refuse(self, prompt: Prompt, reason: str) -> None:
+        """A row that the engine renders otherwise; where it does so with all of them, the run stops."""
+        self.ledger.refused(Missing(prompt.row, prompt.sample_id, reason), in_vain=True)
+        self._stop_where_all_fail(reason)
+
+    def _stop_where_all_fail(self, reason: str) -> None:
         self._changed()
         if self.ledger.failed_in_a_row >= self._order.patience:
             raise ExtractionStopped(

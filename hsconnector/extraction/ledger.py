@@ -49,6 +49,8 @@ class Ledger:
     """Conversations asked for as they are rendered here, which no engine's rendering was compared with."""
     with_capture: RowSet = field(default_factory=RowSet)
     book: Book = field(default_factory=Book, repr=False)
+    waits: str = ""
+    """Who waits for whom now."""
     failed_in_a_row: int = 0
     """Rows asked for in vain since the last one that was captured."""
 
@@ -89,10 +91,11 @@ class Ledger:
         self.with_capture.add(prompt.row)
         self.failed_in_a_row = 0
 
-    def refused(self, missing: Missing) -> None:
-        """A row that cannot be asked for."""
+    def refused(self, missing: Missing, *, in_vain: bool = False) -> None:
+        """A row that cannot be asked for; `in_vain` where an engine says so."""
         self.counts[Fate.REFUSED] += 1
         self.missing.add(missing)
+        self.failed_in_a_row += in_vain
 
     def failed(self, missing: Missing, *, in_vain: bool = False) -> None:
         """A row without a capture; `in_vain` where all attempts were used up, for which the engine may be to blame."""
@@ -133,7 +136,7 @@ class Ledger:
             "retries": self.retries,
             "second captures removed": self.doubles,
             "thoughts of earlier turns left out by the template": self.thoughts_left_out,
-            "conversations not compared with the engine's rendering": self.local,
+            "not compared with the engine's rendering": self.local,
         }
         return ", ".join([*parts, *(f"{count} {what}" for what, count in more.items() if count)])
 

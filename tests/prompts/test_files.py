@@ -94,6 +94,17 @@ def test_what_is_no_data_set_is_refused_with_the_way_out(tmp_path: Path) -> None
     assert f"name one: {tmp_path / 'several' / 'train'}" in refused("several")
 
 
+def test_a_list_too_large_for_memory_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "d.json")
+    monkeypatch.setattr("hsconnector.prompts.files.LARGEST_LIST", path.stat().st_size)
+    assert list(open_rows(path).read()) == ROWS
+    monkeypatch.setattr("hsconnector.prompts.files.LARGEST_LIST", path.stat().st_size - 1)
+    with pytest.raises(SettingsError, match=r"jq -c '\.\[\]' d\.json > d\.jsonl"):
+        open_rows(path)
+
+
 @pytest.mark.parametrize(("name", "library"), [("d.parquet", "pyarrow"), ("folder", "datasets")])
 def test_without_its_library_a_data_set_names_the_extra(tmp_path: Path, name: str, library: str) -> None:
     path = write(tmp_path / name)
