@@ -31,7 +31,7 @@ class Store(Folder):
         self.used = 0
         """Bytes of shards, those being written included."""
         self.make_room: Callable[[int], bool] = lambda more: False
-        """Called with the bytes that are missing before that is an error; removes what may go, and says whether they fit."""
+        """Called with the bytes to come before a lack of room is an error: removes what may go; whether they fit."""
         try:
             if not root.exists():
                 root.mkdir(parents=True)
