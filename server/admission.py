@@ -25,7 +25,7 @@ from server.writer import Writer
 __all__ = ["Admission", "bytes_needed"]
 
 POLL_S = 0.25
-"""Deadlines and readers free room without telling."""
+"""How often room is looked for: a lease that runs out and a reader that is done make some, and wake nobody."""
 
 
 class Admission:

@@ -20,12 +20,10 @@ import sqlalchemy as sa
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord, client_ids, kept
 from hsconnector.errors import BrokenIndex, IndexFault
-from hsconnector.storage import queries, sqlite
+from hsconnector.storage import queries, schema, sqlite
 from hsconnector.storage.connection import Connection
 from hsconnector.storage.index import Index
 from hsconnector.storage.migrations import prepare
-from hsconnector.storage.schema import captures
-from hsconnector.storage.schema import client_ids as names_of_captures
 from hsconnector.storage.statement import Statement, param, upsert
 
 __all__ = ["Catalog", "refusal"]
@@ -38,13 +36,12 @@ _LEFT = (CaptureState.FAILED, CaptureState.EXPIRED)
 _encode = msgspec.msgpack.Encoder().encode
 _CHANGING = ("state", "content_hash", "size", "record", "ended", "reason")
 """The other columns of a capture stay as it began."""
-_PUT = upsert(captures, ["capture_id"], lambda new: {name: new[name] for name in _CHANGING})
-_PUT_NAME = upsert(names_of_captures, ["client_id", "capture_id"])
-_DELETE = Statement(sa.delete(captures).where(captures.c.capture_id == param("capture_id")))
+_PUT = upsert(schema.captures, ["capture_id"], lambda new: {name: new[name] for name in _CHANGING})
+_PUT_NAME = upsert(schema.client_ids, ["client_id", "capture_id"])
+_DELETE = Statement(sa.delete(schema.captures).where(schema.captures.c.capture_id == param("capture_id")))
+_name = schema.client_ids.c
 _DELETE_NAME = Statement(
-    sa.delete(names_of_captures).where(
-        names_of_captures.c.client_id == param("client_id"), names_of_captures.c.capture_id == param("capture_id")
-    )
+    sa.delete(schema.client_ids).where(_name.client_id == param("client_id"), _name.capture_id == param("capture_id"))
 )
 
 

@@ -72,7 +72,7 @@ class Ingest:
         self._buffer = bytearray()
 
     def register(self, producer: Producer) -> ProducerAccepted:
-        """Opens a stream; one that the same producer had before was given up by it."""
+        """Opens a stream, and ends the one that the same producer had before: it has given that up."""
         for given_up in [
             s for s in self.streams.values() if producer.instance and s.producer.instance == producer.instance
         ]:

@@ -17,7 +17,7 @@ from server.writer import Writer
 __all__ = ["Lending"]
 
 POLL_S = 1.0
-"""Deadlines pass without telling."""
+"""How often a free capture is looked for: when a deadline passes nobody is woken."""
 
 
 class Lending:
@@ -54,7 +54,7 @@ class Lending:
         return released
 
     async def renew(self, lease_id: str, deadline_s: float) -> float:
-        """Moves a deadline; the new one."""
+        """Moves a deadline; returns the new one, seconds since the epoch."""
         return await self._writer.run(self._leases.renew, lease_id, deadline_s)
 
     async def counts(self) -> list[dict[str, Any]]:

@@ -39,14 +39,15 @@ _LOCK_SUFFIX = f"{SUFFIX}.lock"
 
 
 MANY = 10
-"""So many shards are not lost one by one: where none of them is there, their disk is not."""
+"""From so many ready captures on, a store without a single one of their shards is taken for a disk that is away."""
 
 
 def recover(store: Store, catalog: Catalog, metrics: Metrics, *, read_all: bool = False) -> int:
     """Makes index and shards agree, fails what was being received when the last sidecar ended; counts whole shards.
 
-    An index that turns out to be damaged is begun anew. Raises `StoreError` where the disk of the shards seems to be
-    missing (not with `read_all`, which takes the shards' word) and `IndexFault` where the index cannot be used now.
+    An index that turns out to be damaged is begun anew. With `read_all` every shard is read, also those that have not
+    changed. Without it, raises `StoreError` where the disk of the shards seems to be missing. Raises `IndexFault` where
+    the index cannot be used now.
     """
     try:
         try:
@@ -99,7 +100,7 @@ def _move_strangers(store: Store, metrics: Metrics) -> None:
 
 
 def _keep(catalog: Catalog) -> str:
-    """Commits; a full disk, say, must not keep a sidecar from starting: it is where room is made."""
+    """Commits what was found. A failure, such as a full disk, ends no start: only a running sidecar makes room."""
     try:
         catalog.commit()
     except BrokenIndex:
@@ -213,7 +214,7 @@ class Scan:
 
 
 def _as_known(found: CaptureRecord, known: CaptureRecord | None) -> CaptureRecord:
-    """A shard does not say when it was finished nor what was expected of it; the index may."""
+    """With what the index knew and a shard does not say: when it was finished, and the verdict on what was expected."""
     if known is None or known.data_hash != found.data_hash:
         return found
     if known.lost:
@@ -222,7 +223,7 @@ def _as_known(found: CaptureRecord, known: CaptureRecord | None) -> CaptureRecor
 
 
 def _remove_orphan(lock: Path) -> None:
-    """A living engine holds the lock of a shard that is to come; without shard and holder it is a dead one's."""
+    """Removes a lock file beside no shard, unless an engine holds it: that one is still to write the shard."""
     if lock.with_suffix("").exists():
         return
     with contextlib.suppress(OSError):

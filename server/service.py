@@ -107,7 +107,7 @@ class Service:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._writer.run(self._ingest.close)
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._ingest.close)
         await asyncio.to_thread(self._writer.shutdown)
         self._leases.close()
         self.catalog.close()

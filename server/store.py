@@ -31,7 +31,7 @@ class Store(Folder):
         self.used = 0
         """Bytes of shards, those being written included."""
         self.make_room: Callable[[int], bool] = lambda more: False
-        """Asked before a lack of room is an error; removes what may go."""
+        """Called with the bytes that are missing before that is an error; removes what may go, and says whether they fit."""
         try:
             if not root.exists():
                 root.mkdir(parents=True)
@@ -76,7 +76,7 @@ class Store(Folder):
         self.used -= size
 
     def set_aside(self, path: Path) -> Path:
-        """Moves what is not a whole shard out of the readers' way."""
+        """Moves a file that is no whole shard to `damaged`; returns where it lies now."""
         self.damaged.mkdir(exist_ok=True)
         target = self.damaged / f"{path.name[:200]}.{time.time_ns()}"
         path.rename(target)

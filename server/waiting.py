@@ -27,20 +27,20 @@ class Waiters:
         self.closing = False
 
     def start(self) -> None:
-        """From now on `announce` reaches who waits in the loop that runs."""
+        """From now on `announce` reaches those who wait in the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return sum(len(events) for events in self._events.values())
 
     def tell(self, names: Iterable[str]) -> None:
-        """Wakes everyone who waits for one of the names."""
+        """Wakes everyone who waits for one of the names; in the event loop."""
         for name in names:
             for event in self._events.get(name, ()):
                 event.set()
 
     def announce(self, names: Iterable[str] = ()) -> None:
-        """The same from any thread; also tells that captures may be free to lend, and that there may be room."""
+        """Wakes them from any thread, and with them those who wait for captures to lend or for room."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.tell, [*names, LEASES, ROOM])
 

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import date as Date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import MAX_TEXT_BYTES
 from hsconnector.cli import CouldNotStart
 from hsconnector.cli.options import SidecarOption, with_older_names
+from hsconnector.cli.pace import show_progress
 from hsconnector.cli.show import plain
 from hsconnector.client import DEFAULT_SIDECAR
 from hsconnector.client.async_client import AsyncClient
@@ -35,11 +28,12 @@ from hsconnector.errors import HSConnectorError, SettingsError, SidecarUnreachab
 from hsconnector.extraction.content import choose_content
 from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
 from hsconnector.extraction.extraction import Extraction, Order
-from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
-from hsconnector.prompts.encoded import Encoded
+from hsconnector.extraction.ledger import Ledger
+from hsconnector.extraction.lock import only_run
+from hsconnector.extraction.preparing import Recipe, default_workers, prepare
 from hsconnector.prompts.files import Rows, open_rows
-from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
+from hsconnector.prompts.preparation import Preparation
+from hsconnector.prompts.prompt import Missing, Prompt
 from hsconnector.prompts.saved import SavedDataset
 
 __all__ = ["extract"]
@@ -48,8 +42,6 @@ _ENGINE = "http://127.0.0.1:8000"
 _COULD_NOT_START = (EngineUnusable, SidecarUnreachable, UnsupportedError)
 _LISTED = 50
 """Missing rows named at the end; --failures writes them all."""
-_LINE_EVERY_S = 10.0
-"""Between lines of progress where no terminal shows the bar."""
 _SEEN_WITHIN_S = 20.0
 """How long an engine may take to open its stream again after the sidecar was restarted."""
 
@@ -69,6 +61,10 @@ class Options:
     tokenizer: str
     id_field: str
     limit: int
+    shard: tuple[int, int]
+    """Which of how many, from 0."""
+    workers: int
+    preparation: Preparation
     saved: SavedDataset | None
     failures: Path | None
     as_json: bool
@@ -101,6 +97,36 @@ def extract(
         float, typer.Option(min=1, help="Seconds until a capture must be final, once its request is answered.")
     ] = 120.0,
     limit: Annotated[int, typer.Option(min=0, help="Only so many rows from the start; 0: all.")] = 0,
+    shard: Annotated[
+        str, typer.Option(help="I/N, the I-th of N parts, for N machines: each N-th row; default: all rows.")
+    ] = "1/1",
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that encode conversations; default: a core is left.")
+    ] = None,
+    train_on: Annotated[
+        Literal["all", "last"] | None, typer.Option(help="The assistant's turns that count; default: all.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The longest row wanted; default: as long as the engine takes.")
+    ] = None,
+    too_long: Annotated[
+        Literal["refuse", "drop", "truncate"] | None,
+        typer.Option(help="What becomes of a longer row; truncate cuts its end; default: refuse."),
+    ] = None,
+    min_trained_tokens: Annotated[
+        int | None, typer.Option(min=0, help="A row in which fewer tokens count is dropped; default: 1.")
+    ] = None,
+    open_end: Annotated[
+        Literal["refuse", "train"] | None,
+        typer.Option(help="What becomes of a last turn that the template ends without a stop token; default: refuse."),
+    ] = None,
+    template_kwargs: Annotated[
+        str, typer.Option(help='For the chat template, such as {"enable_thinking": false}; default: none.')
+    ] = "",
+    date: Annotated[str, typer.Option(help="Today, for the chat template, as YYYY-MM-DD; default: today.")] = "",
+    role: Annotated[
+        list[str] | None, typer.Option("--role", help="NAME=ROLE, a name the data has for a role; repeatable.")
+    ] = None,
     save_dataset: Annotated[
         Path | None, typer.Option(help="A folder for the token ids and masks of what is stored; default: none.")
     ] = None,
@@ -118,8 +144,21 @@ def extract(
     with the model's chat template and masked to the assistant's turns. Token ids are sent, never text.
 
     What is stored already, by content, is not asked for again: after Ctrl-C or a crash start the same command again.
-    Exit code 1 if any row has no capture at the end.
+    How rows are prepared, the date included, is kept with --save-dataset, and the next run for that folder does the
+    same. Exit code 1 if any row that is wanted has no capture at the end.
     """
+    given: dict[str, Any] = {
+        "train_on": train_on,
+        "max_tokens": max_tokens,
+        "too_long": too_long,
+        "min_trained_tokens": min_trained_tokens,
+        "open_end": open_end,
+        "template_kwargs": _object(template_kwargs),
+        "date": _date(date),
+        "roles": _pairs("--role", role or []) or None,
+    }
+    decided = {name: value for name, value in given.items() if value is not None}
+    saved = SavedDataset(save_dataset, save_format) if save_dataset else None
     order = Order(
         model=model,
         dataset=_checked(dataset or data.name.removesuffix(data.suffix)),
@@ -140,7 +179,10 @@ def extract(
         tokenizer=tokenizer,
         id_field=id_field,
         limit=limit,
-        saved=SavedDataset(save_dataset, save_format) if save_dataset else None,
+        shard=_shard(shard),
+        workers=default_workers() if workers is None else workers,
+        preparation=saved.decide(decided) if saved else Preparation(**decided),
+        saved=saved,
         failures=failures,
         as_json=as_json,
     )
@@ -149,7 +191,8 @@ def extract(
 
 def _carry_out(options: Options) -> None:
     """Runs the command and reports, also what was done before an error or Ctrl-C."""
-    ledger = Ledger(min(options.rows.count, options.limit or options.rows.count))
+    part, parts = options.shard
+    ledger = Ledger(len(range(part, min(options.rows.count, options.limit or options.rows.count), parts)))
     try:
         asyncio.run(_Run(options, ledger).run())
     except (HSConnectorError, KeyboardInterrupt) as error:
@@ -184,13 +227,16 @@ class _Run:
                 engines.append(Engine(url, await stack.enter_async_context(http)))
             http = connect_async(options.sidecar_url, key=options.api_key, timeout_s=60.0, connections=connections)
             sidecar = AsyncClient(options.sidecar_url, await stack.enter_async_context(http))
+            stack.enter_context(only_run(options.sidecar_url, options.order.dataset, options.shard))
             order, content, max_tokens = await self._meet(engines, sidecar)
             saved = stack.enter_context(options.saved) if options.saved else None
-            changed = stack.enter_context(_progress(self.ledger))
-            extraction = Extraction(order, engines, sidecar, content, self.ledger, changed=changed)
-            await extraction.run(self._samples(content, max_tokens), saved.add if saved else lambda _: None)
             if saved is not None:
-                self._publish(saved, content)
+                saved.begin()
+            changed = stack.enter_context(show_progress(self.ledger))
+            extraction = Extraction(order, engines, sidecar, content, self.ledger, changed=changed)
+            if saved is not None:
+                stack.callback(self._publish, saved, content)
+            await extraction.run(self._samples(content, max_tokens), saved.add if saved else lambda _: None)
 
     async def _meet(self, engines: list[Engine], sidecar: AsyncClient) -> tuple[Order, Content, int]:
         """What the engines serve, as they and the sidecar say."""
@@ -228,103 +274,78 @@ class _Run:
             await asyncio.sleep(0.5)
 
     def _samples(self, content: Content, max_tokens: int) -> Iterator[Prompt | Missing]:
-        tokenizer: list[ChatTokenizer] = []
-
-        def encode(conversation: object, tools: object) -> Encoded:
-            if not tokenizer:
-                tokenizer.append(load_tokenizer(self.options.tokenizer or content.model))
-            return tokenizer[0].encode(conversation, tools)
-
-        reader = PromptReader(encode, self.options.id_field, max_tokens)
-        for index, row in enumerate(self.options.rows.read()):
-            if self.options.limit and index >= self.options.limit:
-                return
-            yield reader.read(row, index)
+        options = self.options
+        tokenizer = options.tokenizer or content.model
+        recipe = Recipe(tokenizer, options.preparation, options.id_field, max_tokens)
+        rows = enumerate(itertools.islice(options.rows.read(), options.limit or None))
+        part, parts = options.shard
+        return prepare((row for row in rows if row[0] % parts == part), recipe, options.workers)
 
     def _publish(self, saved: SavedDataset, content: Content) -> None:
+        """Saves what has a capture, also where the run broke off."""
         about = {"dataset": self.options.order.dataset, **asdict(content)}
         del about["mm_hashes"]  # of images, which no row of an extraction has
-        count = saved.publish({missing.row for missing in self.ledger.missing}, about)
-        typer.echo(f"{count} rows with token ids and masks in {saved.folder}", err=True)
-
-
-@contextlib.contextmanager
-def _progress(ledger: Ledger) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, a line now and then elsewhere."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    pace = _Pace(ledger)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task: TaskID = bar.add_task("extract", total=ledger.total, rate="")
-        said = time.monotonic()
-
-        def changed() -> None:
-            nonlocal said
-            bar.update(task, completed=ledger.done, rate=pace.text())
-            if bar.disable and time.monotonic() - said > _LINE_EVERY_S:
-                said = time.monotonic()
-                console.print(f"{ledger.done}/{ledger.total} rows, {pace.text()}, {pace.left()}", highlight=False)
-
-        yield changed
-
-
-class _Pace:
-    """How fast captures come."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._start = time.monotonic()
-
-    def text(self) -> str:
-        seconds = max(time.monotonic() - self._start, 1e-3)
-        failed = self._ledger.counts[Fate.FAILED] + self._ledger.counts[Fate.REFUSED]
-        captures, tokens = self._ledger.counts[Fate.CAPTURED] / seconds, self._ledger.tokens / seconds
-        rate = f"{captures:.1f} captures/s, {tokens:.0f} tokens/s"
-        return f"{rate}, {failed} failed" if failed else rate
-
-    def left(self) -> str:
-        done = self._ledger.done
-        if not done:
-            return "time left unknown"
-        seconds = (time.monotonic() - self._start) * (self._ledger.total - done) / done
-        return f"{seconds / 60:.0f} min left" if seconds > 90 else f"{seconds:.0f} s left"
+        whole = self.ledger.done == self.ledger.total
+        about["counts"] = self.ledger.numbers()
+        count = saved.publish(self.ledger.with_capture, about, complete=whole)
+        if count is not None:
+            typer.echo(f"{count} rows with token ids and masks in {saved.folder}", err=True)
 
 
 def _report(ledger: Ledger, options: Options) -> None:
-    missing = sorted(ledger.missing, key=lambda each: each.row)
+    missing = ledger.missing
     if options.failures is not None:
-        lines = [json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in missing]
-        options.failures.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    for each in missing[:_LISTED]:
+        with options.failures.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in missing)
+    for each in itertools.islice(missing, _LISTED):
         typer.echo(plain(str(each)), err=True)
     if len(missing) > _LISTED:
         typer.echo(f"… and {len(missing) - _LISTED} more; --failures FILE writes them all", err=True)
     if options.as_json:
-        counts = {str(fate): ledger.counts[fate] for fate in Fate}
-        more = {"total": ledger.total, "complete": ledger.complete, "tokens": ledger.tokens, "retries": ledger.retries}
-        typer.echo(json.dumps({**counts, **more, "missing": [asdict(each) for each in missing]}))
+        typer.echo(json.dumps({**ledger.numbers(), "missing": [asdict(each) for each in missing]}))
     else:
         typer.echo(ledger.sentence())
 
 
 def _tags(words: list[str]) -> dict[str, str]:
-    tags = {}
+    tags = _pairs("--tag", words)
+    if "row" in tags:
+        raise SettingsError("--tag row=… is taken: it carries the row's number")
+    return tags
+
+
+def _pairs(option: str, words: list[str]) -> dict[str, str]:
+    pairs = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not name or not equals:
-            raise SettingsError(f"--tag {word!r} is not NAME=VALUE")
-        if name == "row":
-            raise SettingsError("--tag row=… is taken: it carries the row's number")
-        tags[name] = value
-    return tags
+            raise SettingsError(f"{option} {word!r} is not NAME={'ROLE' if option == '--role' else 'VALUE'}")
+        pairs[name] = value
+    return pairs
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise SettingsError(f"--shard {text!r} is not I/N with I from 1 to N")
+    return int(part) - 1, int(parts)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text) if text else None
+    except ValueError as error:
+        raise SettingsError(f"--template-kwargs {text!r} is no JSON: {error}") from error
+    if value is not None and not isinstance(value, dict):
+        raise SettingsError(f"--template-kwargs {text!r} is no JSON object, but a {type(value).__name__}")
+    return value
+
+
+def _date(text: str) -> Date | None:
+    try:
+        return Date.fromisoformat(text) if text else None
+    except ValueError as error:
+        raise SettingsError(f"--date {text!r} is no day as YYYY-MM-DD: {error}") from error
 
 
 def _checked(dataset: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -11,11 +11,21 @@ from hsconnector.client.connection import why
 from hsconnector.client.envelope import PASSING, read_denial
 from hsconnector.errors import HSConnectorError, SettingsError
 
-__all__ = ["Engine", "EngineBusy", "EngineRefused", "EngineUnusable", "ServedModel", "served_model"]
+__all__ = ["Engine", "EngineAway", "EngineBusy", "EngineRefused", "EngineUnusable", "ServedModel", "served_model"]
+
+
+_T = TypeVar("_T")
 
 
 class EngineBusy(HSConnectorError):
     """An engine that did not answer, or answered that it cannot now: ask again."""
+
+    engine: Engine | None = None
+    """Which one, once `Engines` knows."""
+
+
+class EngineAway(EngineBusy):
+    """Nothing takes connections there: the request was never made."""
 
 
 class EngineRefused(HSConnectorError):
@@ -44,12 +54,18 @@ class _Completion(msgspec.Struct, frozen=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class _Tokenized(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
 class Engine:
     """An engine at `url`, with or without `/v1` at its end; `http` is a client for that address."""
 
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self.url = engine_url(url)
         self._http = http
+        self._renders: bool | None = None
+        """Whether it answers `/tokenize` for messages; None for not known yet."""
 
     async def models(self) -> list[ServedModel]:
         """What it serves; raises EngineUnusable."""
@@ -66,25 +82,53 @@ class Engine:
         except msgspec.MsgspecError as error:
             raise EngineUnusable(f"{self.url} does not answer like an engine: {error}") from error
 
+    async def rendered(self, model: str, conversation: bytes) -> list[int] | None:
+        """The token ids of a conversation, `Encoded.request`; None where it renders no messages at all.
+
+        Raises EngineBusy, EngineUnusable, or EngineRefused for a conversation that it does not render.
+        """
+        if self._renders is False:
+            return None
+        answer = await self._post("/tokenize", b'{"model":' + msgspec.json.encode(model) + b"," + conversation[1:])
+        if answer.is_success:
+            self._renders = True
+            return self._decoded(answer, _Tokenized).tokens
+        if self._renders is None:
+            # A model without a template of its own refuses every conversation, the plainest one as well.
+            probe = {"model": model, "messages": [{"role": "user", "content": "a"}]}
+            self._renders = (await self._post("/tokenize", msgspec.json.encode(probe))).is_success
+            if not self._renders:
+                return None
+        raise EngineRefused(f"the engine does not render its conversation ({answer.status_code}): {_said(answer)}")
+
     async def capture(self, body: dict[str, Any]) -> str:
         """Runs one completion; the id of its capture. Raises EngineBusy, EngineRefused or EngineUnusable."""
+        answer = await self._post("/v1/completions", msgspec.json.encode(body))
+        if not answer.is_success:
+            raise EngineRefused(f"the engine refused it ({answer.status_code}): {_said(answer)}")
+        return self._capture_id(answer)
+
+    async def _post(self, path: str, body: bytes) -> httpx.Response:
         try:
-            answer = await self._http.post("/v1/completions", json=body)
+            answer = await self._http.post(path, content=body, headers={"Content-Type": "application/json"})
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineAway(f"no engine answers at {self.url}: {why(error)}") from error
         except httpx.TransportError as error:
             raise EngineBusy(f"the engine at {self.url} did not answer: {why(error)}") from error
         if answer.status_code in (401, 403):
             raise EngineUnusable(f"the engine at {self.url} wants a key: {_said(answer)}; set --engine-key")
         if answer.status_code in PASSING:
             raise EngineBusy(f"the engine answered {answer.status_code}: {_said(answer)}")
-        if not answer.is_success:
-            raise EngineRefused(f"the engine refused it ({answer.status_code}): {_said(answer)}")
-        return self._capture_id(answer)
+        return answer
+
+    def _decoded(self, answer: httpx.Response, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineBusy(f"the answer of the engine at {self.url} was cut or is none: {error}") from error
 
     def _capture_id(self, answer: httpx.Response) -> str:
-        try:
-            params = msgspec.json.decode(answer.content, type=_Completion).kv_transfer_params or {}
-        except msgspec.MsgspecError as error:
-            raise EngineBusy(f"the engine's answer was cut or is none: {error}") from error
+        params = self._decoded(answer, _Completion).kv_transfer_params or {}
         capture_id = params.get("capture_id")
         if not isinstance(capture_id, str):
             raise EngineRefused(

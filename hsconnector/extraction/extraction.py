@@ -17,17 +17,18 @@ from hsconnector.capture.protocol import CaptureState, pack_token_ids
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.async_client import AsyncClient
 from hsconnector.errors import HSConnectorError
+from hsconnector.extraction.book import Noted
 from hsconnector.extraction.content import CaptureUnfit, judge
-from hsconnector.extraction.engine import Engine, EngineBusy, EngineRefused
+from hsconnector.extraction.engine import Engine, EngineAway, EngineBusy, EngineRefused
+from hsconnector.extraction.engines import Engines
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.prompts.prompt import Missing, Prompt
+from hsconnector.prompts.encoded import check_ids
+from hsconnector.prompts.prompt import Dropped, Missing, Prompt, RowRefused
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
 
-_CHUNK = 128
-"""Rows read, hashed and looked up together."""
 _LOOKED_UP = 500
-"""Captures looked up together at the end."""
+"""Rows read, hashed and looked up together."""
 _LONGEST_PAUSE_S = 15.0
 
 
@@ -52,6 +53,10 @@ class Order:
     """Seconds that a capture may take to become final once its request is answered."""
     pause_s: float = 0.5
     """Seconds before the second attempt; doubles with each further one."""
+    quiet_s: float = 15.0
+    """Seconds without an answer, beside some times the longest so far, after which an engine counts as hanging."""
+    away_s: float = 600.0
+    """Seconds without a good answer of any engine after which the run ends."""
 
     @property
     def patience(self) -> int:
@@ -59,19 +64,7 @@ class Order:
         return max(10, 2 * self.concurrency)
 
 
-@dataclass(frozen=True, slots=True)
-class _Booked:
-    """A row whose capture is there, as the last look at the sidecar needs it."""
-
-    row: int
-    sample_id: str
-    tokens: int
-    fate: Fate
-    used_up: frozenset[str]
-    """Its captures that were acknowledged and let go before this run, which say nothing of this one."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Ask:
     """A row that the engines are asked for, at most `attempts` times."""
 
@@ -79,6 +72,8 @@ class _Ask:
     digest: str
     attempts: int
     used_up: frozenset[str]
+    compared: bool = False
+    """Its tokens are known to be those that an engine makes of it, or that none can tell."""
 
 
 class Extraction:
@@ -96,18 +91,11 @@ class Extraction:
     ) -> None:
         self.ledger = ledger
         self._order = order
-        self._engines = tuple(engines)
-        self._turn = itertools.count()
+        self.engines = Engines(engines, pause_s=order.pause_s, quiet_s=order.quiet_s, away_s=order.away_s)
         self._sidecar = sidecar
         self._content = content
         self._changed = changed
         self._slots = asyncio.Semaphore(order.concurrency)
-        self._seen: dict[str, int] = {}
-        """Content hashes, and the row each was first met in."""
-        self._failed: set[int] = set()
-        self._repeats: list[tuple[Prompt, int]] = []
-        self._booked: dict[str, _Booked] = {}
-        """By content hash."""
 
     async def run(self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None] = lambda _: None) -> None:
         """Captures what is not there yet; `taken` is told each prompt, in order.
@@ -115,20 +103,45 @@ class Extraction:
         Raises ExtractionStopped, EngineUnusable, SidecarUnreachable or SidecarRefused; then what was captured stays.
         """
         await self._await_leftovers()
+        ticking = asyncio.ensure_future(self._tick())
         try:
             async with asyncio.TaskGroup() as tasks:
-                while chunk := await asyncio.to_thread(_take, samples, _CHUNK):
-                    for ask in await self._wanted(chunk, taken):
-                        await self._slots.acquire()
-                        tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
+                asks: asyncio.Queue[_Ask | None] = asyncio.Queue(_LOOKED_UP)
+                tasks.create_task(self._look_up(samples, taken, asks))
+                while ask := await asks.get():
+                    await self._slots.acquire()
+                    tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
         except BaseExceptionGroup as group:
             ours, _ = group.split(HSConnectorError)
             if ours is None:
                 raise
             raise _first(ours) from None
+        finally:
+            ticking.cancel()
+            self.ledger.waits = ""
         await self._await_leftovers()
         await self._look_again()
         self._settle_repeats()
+
+    async def _tick(self) -> None:
+        """Tells every second who waits for whom, also when no row comes to its end."""
+        while True:
+            await asyncio.sleep(1)
+            resting = self.engines.resting
+            if resting:
+                self.ledger.waits = f"waiting for {', '.join(resting)}"
+            else:
+                self.ledger.waits = "the engines are busy" if self._slots.locked() else "the engines wait for rows"
+            self._changed()
+
+    async def _look_up(
+        self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None], asks: asyncio.Queue[_Ask | None]
+    ) -> None:
+        """Runs ahead of the engines: puts into the queue what is to be asked for, then None."""
+        while chunk := await asyncio.to_thread(_take, samples, _LOOKED_UP):
+            for ask in await self._wanted(chunk, taken):
+                await asks.put(ask)
+        await asks.put(None)
 
     async def _await_leftovers(self, sample_id: str | None = None) -> None:
         """Waits for captures that an earlier run, or an earlier attempt, began."""
@@ -141,15 +154,16 @@ class Extraction:
         prompts: dict[str, Prompt] = {}
         for sample in chunk:
             if isinstance(sample, Missing):
-                self.ledger.refused(sample)
+                self._leave_out(sample)
                 continue
             taken(sample)
+            self.ledger.thoughts_left_out += sample.thoughts_left_out
             digest = self._content.hash_of(pack_token_ids(sample.token_ids))
-            first = self._seen.setdefault(digest, sample.row)
+            first = self.ledger.book.meet(digest, sample.row)
             if first == sample.row:
                 prompts[digest] = sample
             else:
-                self._repeats.append((sample, first))
+                self.ledger.book.repeat(sample, first)
         found = await self._sidecar.lookup(list(prompts))
         asks = []
         for digest, prompt in prompts.items():
@@ -157,6 +171,12 @@ class Extraction:
             asks += [ask] if ask else []
         self._changed()
         return asks
+
+    def _leave_out(self, sample: Missing) -> None:
+        if isinstance(sample, Dropped):
+            self.ledger.dropped(sample)
+        else:
+            self.ledger.refused(sample)
 
     async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
         """What is left to ask for a row with these captures: nothing where one is ready, or too many were unsound."""
@@ -176,24 +196,40 @@ class Extraction:
 
     async def _capture(self, ask: _Ask) -> None:
         """One row, until it is captured or has been asked for often enough."""
-        reason, turn = "", next(self._turn)
-        for attempt in range(ask.attempts):
+        attempt, reason, engine = 0, "", None
+        while attempt < ask.attempts:
             if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)
             try:
-                await self._attempt(ask, self._engines[(turn + attempt) % len(self._engines)])
+                capture_id, engine = await self.engines.run(lambda chosen: self._asked(ask, chosen), engine)
+                await self._judge(ask, capture_id)
+            except EngineAway:
+                continue  # it was not asked; what Engines waits for is bounded
             except (EngineBusy, CaptureUnfit) as error:
-                reason = str(error)
+                attempt, reason = attempt + 1, str(error)
                 if isinstance(error, CaptureUnfit) and not error.again:
                     return self._fail(ask.prompt, reason)
+                engine = error.engine if isinstance(error, EngineBusy) else engine
             except EngineRefused as error:
                 return self._fail(ask.prompt, str(error))
+            except RowRefused as error:
+                return self._refuse(ask.prompt, str(error))
             else:
                 return self._book(ask)
         return self._fail(ask.prompt, f"{reason} (attempt {ask.attempts} of {ask.attempts})", in_vain=True)
 
-    async def _attempt(self, ask: _Ask, engine: Engine) -> None:
-        capture_id = await engine.capture(self._body(ask))
+    async def _asked(self, ask: _Ask, engine: Engine) -> str:
+        """The id of a capture; raises RowRefused where the engine renders the row's conversation to other ids."""
+        if not ask.compared and (whole := ask.prompt.whole) is not None:
+            ids = await engine.rendered(self._order.model, whole.request) if whole.request else None
+            if ids is None:
+                self.ledger.local += 1
+            else:
+                check_ids(ids, whole)
+            ask.compared = True
+        return await engine.capture(self._body(ask))
+
+    async def _judge(self, ask: _Ask, capture_id: str) -> None:
         waited = self._order.capture_timeout_s
         judge(await self._sidecar.wait(capture_id, waited), ask.prompt, self._content, waited_s=waited)
 
@@ -233,11 +269,18 @@ class Extraction:
         self._changed()
 
     def _note(self, prompt: Prompt, digest: str, fate: Fate, used_up: frozenset[str]) -> None:
-        self._booked[digest] = _Booked(prompt.row, prompt.sample_id, len(prompt.token_ids), fate, used_up)
+        self.ledger.book.note(Noted(digest, prompt.row, prompt.sample_id, len(prompt.token_ids), fate, used_up))
 
     def _fail(self, prompt: Prompt, reason: str, *, in_vain: bool = False) -> None:
-        self._failed.add(prompt.row)
         self.ledger.failed(Missing(prompt.row, prompt.sample_id, reason), in_vain=in_vain)
+        self._stop_where_all_fail(reason)
+
+    def _refuse(self, prompt: Prompt, reason: str) -> None:
+        """A row that the engine renders otherwise; where it does so with all of them, the run stops."""
+        self.ledger.refused(Missing(prompt.row, prompt.sample_id, reason), in_vain=True)
+        self._stop_where_all_fail(reason)
+
+    def _stop_where_all_fail(self, reason: str) -> None:
         self._changed()
         if self.ledger.failed_in_a_row >= self._order.patience:
             raise ExtractionStopped(
@@ -246,13 +289,11 @@ class Extraction:
             )
 
     def _settle_repeats(self) -> None:
-        for prompt, first in self._repeats:
-            if first in self._failed:
-                self.ledger.failed(
-                    Missing(prompt.row, prompt.sample_id, f"has the tokens of row {first}, which failed")
-                )
+        for row, sample_id, first in self.ledger.book.repeats():
+            if first in self.ledger.with_capture:
+                self.ledger.repeated(row)
             else:
-                self.ledger.repeated(prompt)
+                self.ledger.failed(Missing(row, sample_id, f"has the tokens of row {first}, which failed"))
         self._changed()
 
     async def _look_again(self) -> None:
@@ -261,23 +302,21 @@ class Extraction:
         A capture that was acknowledged during the run counts as there. A request that was given up may have been
         captured in the end: of two captures of a row one is removed.
         """
-        digests = iter(list(self._booked))
-        while piece := list(itertools.islice(digests, _LOOKED_UP)):
-            for digest, records in (await self._sidecar.lookup(piece)).items():
+        for piece in self.ledger.book.noted(_LOOKED_UP):
+            for digest, records in (await self._sidecar.lookup(list(piece))).items():
                 if any(record.state is CaptureState.READY for record in records):
                     await self._keep_oldest(records)
-                elif not _used_up(records) - self._booked[digest].used_up:
-                    self._lose(self._booked[digest], records)
+                elif not _used_up(records) - piece[digest].used_up:
+                    self._lose(piece[digest], records)
             self._changed()
 
-    def _lose(self, booked: _Booked, records: list[CaptureRecord]) -> None:
+    def _lose(self, noted: Noted, records: list[CaptureRecord]) -> None:
         why = f": {records[-1].detail}" if records and records[-1].detail else ""
         reason = (
-            f"was {booked.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a "
+            f"was {noted.fate}, and is not in the sidecar any more{why}; where its retention took it, give it a "
             "larger --quota or --ttl-s, or extract in parts"
         )
-        self._failed.add(booked.row)
-        self.ledger.lost(Missing(booked.row, booked.sample_id, reason), booked.fate, booked.tokens)
+        self.ledger.lost(Missing(noted.row, noted.sample_id, reason), Fate(noted.fate), noted.tokens)
 
     async def _keep_oldest(self, records: list[CaptureRecord]) -> None:
         """Removes the younger captures of a sample: a request whose answer was lost may have been captured as well."""

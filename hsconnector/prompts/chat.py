@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
+import msgspec
+
 from hsconnector.errors import SettingsError, UnsupportedError
-from hsconnector.prompts.conversation import Conversation, Message, read_conversation, read_tools
+from hsconnector.prompts.conversation import Conversation, Message, engine_messages, read_conversation, read_tools
 from hsconnector.prompts.encoded import Encoded, Place
 from hsconnector.prompts.preparation import Preparation
 from hsconnector.prompts.proof import Proof
@@ -87,7 +90,8 @@ class ChatTokenizer:
         given_tools = read_tools(tools)
         model = self._model(given_tools)
         messages = as_given(read.messages, model.template)
-        return _Row(self, model, read, messages, given_tools).encoded()
+        encoded = _Row(self, model, read, messages, given_tools).encoded()
+        return replace(encoded, request=self._request(read, given_tools, model.template))
 
     def tokens(self, text: str) -> Tokens:
         """A rendered text as the engine tokenises it: nothing is added to what the template wrote."""
@@ -95,6 +99,21 @@ class ChatTokenizer:
             raise RowRefused("has a conversation with half a surrogate pair, which is no text")
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Tokens.of(coded["input_ids"], coded["offset_mapping"])
+
+    def _request(self, read: Conversation, tools: Any, template: Template) -> bytes:
+        decided = self.preparation
+        if template.knows("strftime_now") and decided.date != date.today():
+            return b""
+        asked = {
+            "messages": engine_messages(read),
+            "tools": tools,
+            "chat_template_kwargs": decided.template_kwargs or None,
+            "add_generation_prompt": False,
+        }
+        try:
+            return msgspec.json.encode({name: value for name, value in asked.items() if value is not None})
+        except (TypeError, ValueError) as error:
+            raise RowRefused(f"has a conversation that is no JSON: {_first_line(error)}") from error
 
     def _model(self, tools: Any) -> _Model:
         try:

@@ -30,6 +30,9 @@ class Encoded:
     """Thoughts of earlier turns that the template does not render."""
     places: tuple[Place, ...] = ()
     """Ascending."""
+    request: bytes | None = None
+    """What asks an engine for the same ids, a JSON object for `/tokenize`; empty where it would see another date, None
+    for what came as token ids."""
 
 
 def check_ids(engine_ids: Sequence[int], local: Encoded, text: Callable[[int], str] = str) -> None:

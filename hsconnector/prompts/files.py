@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -14,9 +15,11 @@ import msgspec
 from hsconnector.errors import SettingsError, UnsupportedError
 from hsconnector.prompts.row import Row, RowRefused, without_nulls
 
-__all__ = ["Rows", "import_datasets", "open_rows"]
+__all__ = ["LARGEST_LIST", "Rows", "import_datasets", "open_rows"]
 
 _BATCH = 256
+LARGEST_LIST = 256 << 20
+"""Bytes of a `.json` file."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def _json_lines(path: Path) -> Rows:
     return Rows(count, read)
 
 
-def _decoded(line: bytes, number: int) -> Row:
+def _decoded(line: bytes | msgspec.Raw, number: int) -> Row:
     try:
         value: Row = msgspec.json.decode(line)
         return value
@@ -97,13 +100,20 @@ def _decoded(line: bytes, number: int) -> Row:
 
 
 def _json_list(path: Path) -> Rows:
+    """A list is held whole as it is written, its rows are decoded one by one."""
     try:
-        rows: Any = msgspec.json.decode(path.read_bytes())
+        size = path.stat().st_size
+        if size > LARGEST_LIST:
+            raise SettingsError(
+                f"{path} has {size >> 20} MB, and a list over {LARGEST_LIST >> 20} MB is not held in memory: write one "
+                f"object a line, `jq -c '.[]' {path.name} > {path.stem}.jsonl`"
+            )
+        rows = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{path} holds no list of rows; one object a line belongs in a .jsonl file") from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is no JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise SettingsError(f"{path} holds no list of rows; one object a line belongs in a .jsonl file")
-    return Rows(len(rows), lambda: iter(rows))
+    return Rows(len(rows), lambda: map(_decoded, rows, itertools.count(1)))
 
 
 def _parquet(path: Path) -> Rows:

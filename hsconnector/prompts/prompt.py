@@ -36,6 +36,8 @@ class Prompt:
     """0 or 1 for each token."""
     thoughts_left_out: int = 0
     """Thoughts of earlier turns that the chat template does not render."""
+    whole: Encoded | None = None
+    """Of a conversation: what it was encoded to, before it was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,15 @@ class PromptReader:
             if not isinstance(row, Mapping):
                 raise RowRefused(f"is no object with fields, but a {type(row).__name__}")
             sample_id = self._sample_id(row, index)
-            encoded = self._selected(self._encoded(row))
+            whole = self._encoded(row)
+            encoded = self._selected(whole)
         except RowRefused as refused:
             return Missing(index, sample_id, str(refused))
         except _LeftOut as dropped:
             return Dropped(index, sample_id, str(dropped), dropped.why)
-        return Prompt(index, sample_id, tuple(encoded.token_ids), tuple(encoded.loss_mask), encoded.left_out)
+        token_ids, loss_mask = tuple(encoded.token_ids), tuple(encoded.loss_mask)
+        conversation = whole if whole.request is not None else None
+        return Prompt(index, sample_id, token_ids, loss_mask, encoded.left_out, conversation)
 
     def _sample_id(self, row: Mapping[str, Any], index: int) -> str:
         if not self.id_field:
@@ -150,7 +155,9 @@ class PromptReader:
             reason = f"has {length} tokens, the engine takes {taken} and one to generate"
         if self.preparation.too_long == "drop":
             raise _LeftOut(DropReason.TOO_LONG, reason)
-        raise RowRefused(f"{reason}: shorten it, raise the engine's --max-model-len, or say too_long=truncate or drop")
+        raise RowRefused(
+            f"{reason}: shorten it, raise the engine's --max-model-len, or give --too-long truncate or drop"
+        )
 
 
 def _token_ids(value: Any) -> list[int]:

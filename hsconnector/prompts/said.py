@@ -160,7 +160,7 @@ class Speech:
             return len(self._tokens.ids) - 1
         raise RowRefused(
             f"has a conversation whose {self._told(turn)} the chat template ends without a token at which the model "
-            "stops; where that is so after last turns only, open_end=train trains on them without one"
+            "stops; where that is so after last turns only, --open-end train trains on them without one"
         )
 
     def _split(self, turn: int, first: int, last: int) -> Iterator[Said]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal
@@ -13,6 +13,7 @@ import msgspec
 
 from hsconnector.errors import SettingsError
 from hsconnector.prompts.files import import_datasets
+from hsconnector.prompts.preparation import Preparation
 from hsconnector.prompts.prompt import Prompt
 
 __all__ = ["SavedDataset", "SavedRow"]
@@ -33,21 +34,28 @@ class SavedRow(msgspec.Struct, frozen=True):
     """Its number in the data set it was made from."""
 
 
+class _Manifest(msgspec.Struct):
+    """What a later run reads of `hsconnector-dataset.json`."""
+
+    rows: int = 0
+    complete: bool = True
+    preparation: Preparation | None = None
+
+
 class SavedDataset:
     """Collects rows while they are read and appears whole under `folder` at `publish`, or not at all.
 
     JSON lines in `data.jsonl`, or what `datasets.load_from_disk` reads. A folder that something else made is refused.
+    `preparation` is what was decided for the folder, by this run or one before, None for nothing yet.
     """
 
     def __init__(self, folder: Path, kind: SaveFormat) -> None:
-        if os.path.lexists(folder) and not (folder / _MARK).exists():
-            raise SettingsError(
-                f"{folder} exists and is no data set of this command: give --save-dataset another folder"
-            )
+        self._there = _manifest(folder) if os.path.lexists(folder) else _Manifest()
         if kind == "arrow":
             import_datasets()
         self.folder = folder
         self.kind = kind
+        self.preparation = self._there.preparation
         self._work = folder.with_name(f".{folder.name}.part")
         self._spool: BinaryIO | None = None
 
@@ -67,38 +75,69 @@ class SavedDataset:
             self._spool.close()
         shutil.rmtree(self._work, ignore_errors=True)
 
+    def decide(self, given: Mapping[str, Any]) -> Preparation:
+        """How rows are prepared: as an earlier run for this folder did, else as `given`, by names of `Preparation`.
+
+        Raises SettingsError where the two differ: what lies there would be mixed with other tokens.
+        """
+        kept = self.preparation
+        if kept is None:
+            self.preparation = kept = Preparation(**given)
+        for name, value in given.items():
+            if getattr(kept, name) != value:
+                raise SettingsError(
+                    f"{self.folder} is prepared with {name}={getattr(kept, name)!s}, asked for is {value!s}: leave the "
+                    "option away, or give --save-dataset another folder"
+                )
+        return kept
+
+    def begin(self) -> None:
+        """Keeps in the folder what was decided, for the run after one that broke off."""
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            self._mark(self.folder, {"rows": 0, "complete": False})
+
     def add(self, prompt: Prompt) -> None:
         """Takes the next row."""
         row = SavedRow(prompt.token_ids, prompt.loss_mask, len(prompt.token_ids), prompt.sample_id, prompt.row)
         if self._spool is not None:
             self._spool.write(_encode(row) + b"\n")
 
-    def publish(self, without: Set[int], about: dict[str, Any]) -> int:
-        """Puts the rows that were taken, save those `without`, in place of what was there; their count."""
+    def publish(self, kept: Container[int], about: dict[str, Any], *, complete: bool = True) -> int | None:
+        """Puts those of the rows taken that are `kept` in place of what was there; their count.
+
+        Where the run is not complete, what was there stays if it has as many rows: then None.
+        """
         if self._spool is not None:
             self._spool.flush()
         made = self._work / "made"
         made.mkdir()
-        count = self._write_lines(made, without) if self.kind == "jsonl" else self._write_arrow(made, without)
-        (made / _MARK).write_bytes(msgspec.json.format(_encode({"rows": count, "format": self.kind, **about})))
+        count = self._write_lines(made, kept) if self.kind == "jsonl" else self._write_arrow(made, kept)
+        if not complete and count <= self._there.rows:
+            return None
+        self._mark(made, {"rows": count, "complete": complete, **about})
         if self.folder.exists():
             self.folder.rename(self._work / "replaced")
         made.rename(self.folder)
         return count
 
-    def _kept(self, without: Set[int]) -> Iterator[bytes]:
-        with (self._work / "spool").open("rb") as spool:
-            yield from (line for line in spool if msgspec.json.decode(line, type=_Numbered).row not in without)
+    def _mark(self, folder: Path, about: dict[str, Any]) -> None:
+        facts = {"format": self.kind, "preparation": self.preparation, **about}
+        (folder / _MARK).write_bytes(msgspec.json.format(_encode(facts)))
 
-    def _write_lines(self, made: Path, without: Set[int]) -> int:
+    def _kept(self, kept: Container[int]) -> Iterator[bytes]:
+        with (self._work / "spool").open("rb") as spool:
+            yield from (line for line in spool if msgspec.json.decode(line, type=_Numbered).row in kept)
+
+    def _write_lines(self, made: Path, kept: Container[int]) -> int:
         count = 0
         with (made / "data.jsonl").open("wb") as file:
-            for line in self._kept(without):
+            for line in self._kept(kept):
                 file.write(line)
                 count += 1
         return count
 
-    def _write_arrow(self, made: Path, without: Set[int]) -> int:
+    def _write_arrow(self, made: Path, kept: Container[int]) -> int:
         datasets = import_datasets()
         numbers = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features(
@@ -112,7 +151,7 @@ class SavedDataset:
         )
         rows = str(self._work / "rows.arrow")
         with datasets.arrow_writer.ArrowWriter(path=rows, features=features) as writer:
-            for line in self._kept(without):
+            for line in self._kept(kept):
                 writer.write(msgspec.json.decode(line))
             count, _ = writer.finalize()
         datasets.Dataset.from_file(rows).with_format("torch").save_to_disk(str(made))
@@ -121,3 +160,13 @@ class SavedDataset:
 
 class _Numbered(msgspec.Struct):
     row: int
+
+
+def _manifest(folder: Path) -> _Manifest:
+    path = folder / _MARK
+    if not path.exists():
+        raise SettingsError(f"{folder} exists and is no data set of this command: give --save-dataset another folder")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}; give --save-dataset another folder") from error

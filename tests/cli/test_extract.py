@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.cli import main
 from hsconnector.client import Client
+from hsconnector.extraction.lock import only_run
+from hsconnector.prompts.chat import load_tokenizer
 from hsconnector.prompts.files import open_rows
 from tests.extraction.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.models import tiny_tokenizer
@@ -88,7 +92,8 @@ def test_rows_that_have_no_capture_are_listed_and_the_exit_code_is_1(
     )
     out, err = capsys.readouterr()
     assert code == 1
-    assert out == "7 rows, 1 captured (6 tokens), 0 were there, 5 refused, 1 failed\n"
+    counts = "7 rows, 1 captured (6 tokens), 0 were there, 5 refused, 1 failed"
+    assert out == f"{counts}, 1 not compared with the engine's rendering\n"
     lines = err.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "row 1 (b)",
@@ -117,12 +122,194 @@ def test_what_is_stored_is_saved_with_its_masks(engine: FakeEngine, sidecar: Sid
     data, folder = tmp_path / "talk.jsonl", tmp_path / "tokens"
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     data.write_text("".join(json.dumps({"messages": talk[: 1 + i % 2]}) + "\n" for i in range(3)))
+    words = ["--min-trained-tokens", 0, "--save-dataset", folder, "--save-format", "arrow"]
     for _ in range(2):
-        assert extract(data, *options(engine, sidecar), "--save-dataset", folder, "--save-format", "arrow") == 1
+        assert extract(data, *options(engine, sidecar), *words) == 1
     rows = list(open_rows(folder).read())
     assert [row["row"] for row in rows] == [0, 2]  # type: ignore[index]
     assert rows[0]["input_ids"] == engine.bodies[0]["prompt"]  # type: ignore[index]
     assert json.loads((folder / "hsconnector-dataset.json").read_text())["layer_ids"] == [0, 2, 4]
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+
+
+def test_what_is_not_wanted_is_dropped_and_counted_apart(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "d.jsonl"
+    rows = [
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": [4, 5, 6, 7]},
+        {"input_ids": [6, 5], "loss_mask": [0, 0]},
+        {"input_ids": [8, 9], "loss_mask": [0, 1]},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--max-tokens", 3, "--too-long", "drop", "--min-trained-tokens", 2]
+    assert extract(data, *options(engine, sidecar), *words) == 0
+    out = capsys.readouterr().out
+    assert out == "4 rows, 1 captured (3 tokens), 0 were there, 3 dropped (1 too long, 2 untrained)\n"
+    assert extract(data, *options(engine, sidecar), *words, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["dropped"], summary["dropped_for"]) == (3, {"too_long": 1, "untrained": 2})
+    assert extract(data, *options(engine, sidecar), "--limit", 2, "--max-tokens", 3, "--too-long", "truncate") == 0
+    assert engine.bodies[-1]["prompt"] == [4, 5, 6]
+
+
+def renders(folder: Path, start: str = "") -> Callable[[dict[str, Any]], list[int] | str]:
+    """An engine's `/tokenize`; its template writes `start` first."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = start + tokenizer.chat_template
+
+    def render(body: dict[str, Any]) -> list[int] | str:
+        if body["messages"][-1]["content"] == "unspeakable":
+            return "made up: unspeakable"
+        assert not body["add_generation_prompt"] or len(body["messages"]) == 1
+        text = tokenizer.apply_chat_template(
+            body["messages"], chat_template=template, tokenize=False, **body.get("chat_template_kwargs", {})
+        )
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return render
+
+
+def test_conversations_have_the_ids_that_the_engine_makes_of_them(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.render = renders(tmp_path / "model")
+    data = tmp_path / "d.jsonl"
+    rows = [{"messages": talk("a", f"b{row}")} for row in range(3)] + [{"messages": talk("a", "unspeakable")}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert extract(data, *options(engine, sidecar), "--max-tokens", 9, "--too-long", "truncate") == 1
+    out, err = capsys.readouterr()
+    assert out == "4 rows, 1 captured (9 tokens), 0 were there, 2 repeated, 1 failed\n"
+    assert "row 3: the engine does not render its conversation (400): made up: unspeakable" in err
+    assert len(engine.asked) == 1
+    before = engine.rendered
+    assert extract(data, *options(engine, sidecar), "--limit", 3, "--max-tokens", 9, "--too-long", "truncate") == 0
+    assert engine.rendered == before, "what is stored was compared when it was asked for"
+
+
+def test_a_conversation_that_the_engine_renders_otherwise_is_refused_before_it_is_asked_for(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.render = renders(tmp_path / "model", "{{ strange or 'S' }}")
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"messages": talk("a", "b")}) + "\n")
+    assert extract(data, *options(engine, sidecar)) == 1
+    out, err = capsys.readouterr()
+    assert "row 0: is rendered otherwise by the engine, from token 0 on: " in err
+    assert "before the first message; give --tokenizer the engine's own, or --template-kwargs" in err
+    assert out == "1 rows, 0 captured (0 tokens), 0 were there, 1 refused\n"
+    assert engine.asked == []
+    data.write_text("".join(json.dumps({"messages": talk("a", f"b{row}")}) + "\n" for row in range(100)))
+    assert extract(data, *options(engine, sidecar), "--concurrency", 2) == 1
+    assert "stopped after 10 rows failed one after the other, the last one: is rendered otherwise" in (
+        capsys.readouterr().err
+    )
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("template", [True, False], ids=["off", "no template"])
+def test_an_engine_that_renders_nothing_is_said_once(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: bool
+) -> None:
+    engine.render = None if template else lambda body: "made up: no template"
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"messages": talk("a", f"b{row}")}) + "\n" for row in range(5)))
+    assert extract(data, *options(engine, sidecar), "--concurrency", 1) == 0
+    out, _ = capsys.readouterr()
+    assert out.endswith(" were there, 5 not compared with the engine's rendering\n")
+    assert engine.rendered == 2
+
+
+def test_many_conversations_are_encoded_in_another_process_in_their_order(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path
+) -> None:
+    data, folder = tmp_path / "d.jsonl", tmp_path / "tokens"
+    rows = [{"messages": talk("a", f"b{row}")} for row in range(700)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert extract(data, *options(engine, sidecar), "--workers", 1, "--save-dataset", folder) == 0
+    saved = list(open_rows(folder).read())
+    assert [row["row"] for row in saved] == list(range(700))  # type: ignore[index]
+    chats = load_tokenizer(str(tmp_path / "model"))
+    assert saved[650]["input_ids"] == chats.encode(rows[650]["messages"]).token_ids  # type: ignore[index]
+
+
+def test_a_part_takes_each_nth_row(engine: FakeEngine, sidecar: SidecarThread, data: Path) -> None:
+    assert extract(data, *options(engine, sidecar), "--shard", "2/4") == 0
+    assert sorted(map(int, engine.asked)) == [1, 5, 9, 13, 17, 21, 25, 29]
+    for part in (1, 3, 4):
+        assert extract(data, *options(engine, sidecar), "--shard", f"{part}/4") == 0
+    assert sorted(map(int, engine.asked)) == list(range(30))
+
+
+def test_a_second_run_on_the_same_rows_is_noticed(
+    engine: FakeEngine, sidecar: SidecarThread, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with only_run(sidecar.url, "talks", (0, 1)):
+        assert extract(data, *options(engine, sidecar)) == 2
+        assert "another run extracts data set 'talks'" in capsys.readouterr().err
+        assert extract(data, *options(engine, sidecar), "--shard", "1/3") == 2
+        assert extract(data, *options(engine, sidecar), "--dataset", "other", "--limit", 1) == 0
+    with only_run(sidecar.url, "talks", (1, 3)):
+        assert extract(data, *options(engine, sidecar)) == 2
+        assert extract(data, *options(engine, sidecar), "--shard", "2/3") == 2
+        assert extract(data, *options(engine, sidecar), "--shard", "1/3") == 0
+    assert len(engine.asked) == 10  # the row of the other data set has the same tokens
+    assert extract(data, *options(engine, sidecar)) == 0
+
+
+def test_a_restart_prepares_as_the_run_before_and_asks_for_nothing_again(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on another day: the template writes the date."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d%m%Y') }}" + (tokenizer.chat_template or "")
+    tokenizer.save_pretrained(tmp_path / "dated")
+    data, folder = tmp_path / "d.jsonl", tmp_path / "tokens"
+    rows = [{"messages": [{**turn, "role": turn["role"].replace("user", "boss")} for turn in talk("a", "b", "c", "d")]}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*options(engine, sidecar), "--tokenizer", tmp_path / "dated", "--save-dataset", folder]
+    first = ["--date", "2001-02-03", "--role", "boss=user", "--train-on", "last", "--template-kwargs", '{"x": 1}']
+    assert extract(data, *words, *first) == 0
+    assert extract(data, *words) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 rows, 0 captured (0 tokens), 1 were there")
+    assert len(engine.asked) == 1
+    (row,) = open_rows(folder).read()
+    kept = json.loads((folder / "hsconnector-dataset.json").read_text())
+    assert kept["preparation"]["date"] == "2001-02-03"
+    assert kept["counts"]["stored"] == 1
+    assert extract(data, *words, "--date", "2001-02-04") == 2
+    assert "is prepared with date=2001-02-03, asked for is 2001-02-04" in capsys.readouterr().err
+    assert extract(data, *words[:-1], tmp_path / "other", *first[:-4]) == 0
+    (whole,) = open_rows(tmp_path / "other").read()
+    assert whole["input_ids"] == row["input_ids"] and sum(whole["loss_mask"]) > sum(row["loss_mask"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--template-kwargs", "{"], "--template-kwargs '{' is no JSON"),
+        (["--template-kwargs", "[]"], "is no JSON object, but a list"),
+        (["--date", "yesterday"], "--date 'yesterday' is no day as YYYY-MM-DD"),
+        (["--shard", "5/4"], "--shard '5/4' is not I/N with I from 1 to N"),
+        (["--role", "boss"], "--role 'boss' is not NAME=ROLE"),
+        (["--role", "boss=king"], "role 'boss'='king' is not NAME=ROLE with one of system"),
+    ],
+)
+def test_options_of_the_preparation_that_make_no_sense_are_refused(
+    engine: FakeEngine,
+    sidecar: SidecarThread,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    line: str,
+) -> None:
+    assert extract(data, *options(engine, sidecar), *words) == 2
+    assert line in " ".join(capsys.readouterr().err.split())
+    assert engine.asked == []
 
 
 def test_the_limit_takes_rows_from_the_start(engine: FakeEngine, sidecar: SidecarThread, data: Path) -> None:

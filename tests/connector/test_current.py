@@ -12,6 +12,7 @@ import torch
 from hsconnector.capture.protocol import CaptureInfo, CaptureState, FailReason
 from hsconnector.connector.current import Current
 from hsconnector.connector.memory_transport import InMemoryTransport
+from hsconnector.connector.step import Failure
 from hsconnector.connector.watch import Glance, Watch
 from hsconnector.connector.weights import loaded_weights
 from tests.connector.checkpoints import engine_config, tensors, write
@@ -227,6 +228,15 @@ def test_rows_in_the_prefix_cache_are_of_old_weights_until_it_is_emptied(tmp_pat
     found = [engine.become(info) for info in (hit_before, stale, fresh, still, good)]
     assert found == [READY, CHANGED, READY, CHANGED, READY]
     assert "reset the prefix cache" in engine.lab.twin.captures[stale.capture_id].detail
+
+
+def test_a_capture_that_fails_for_its_own_reason_keeps_it(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "a")
+    engine.update()
+    bad = engine.hit(engine.lab.begin(40))
+    engine.lab.fail(bad, Failure(bad.request_id, FailReason.BAD_REQUEST, "tags"))
+    engine.lab.turn()
+    assert engine.become(bad) == (CaptureState.FAILED, FailReason.BAD_REQUEST)
 
 
 @pytest.mark.parametrize("kind", [Watch, Slow])

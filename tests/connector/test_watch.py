@@ -166,8 +166,25 @@ def test_a_fingerprint_takes_more_than_one_piece(monkeypatch: pytest.MonkeyPatch
     watch = Watch(module)
     before = watch.fingerprint()
     weight = next(module.parameters()).data.view(-1)
-    weight[:2000] = weight[:2000].roll(1000)
+    weight[:4000] = weight[:4000].roll(2000)
     assert watch.fingerprint() != before
+
+
+def test_a_fingerprint_sees_the_bytes_behind_the_last_whole_word() -> None:
+    module = torch.nn.Module()
+    module.odd = torch.nn.Parameter(torch.zeros(1003, dtype=torch.uint8), requires_grad=False)
+    watch = Watch(module)
+    before = watch.fingerprint()
+    module.odd.data[1002] = 1
+    assert watch.fingerprint() != before
+
+
+def test_a_patch_that_pytorch_counts_is_seen_wherever_it_is() -> None:
+    module = model()
+    watch = Watch(module)
+    with torch.no_grad():
+        next(module.parameters())[17, 3] += 1
+    assert watch.glance().changed
 
 
 def test_transposed_shared_and_odd_parameters_are_read() -> None:

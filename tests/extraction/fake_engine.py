@@ -62,10 +62,14 @@ class FakeEngine:
         layer_ids: tuple[int, ...] = LAYERS,
         fault: Callable[[int, str], str] = lambda number, sample: "",
         key: str = "",
+        port: int = 0,
     ) -> None:
         self.fault = fault
         self.point: Callable[[], None] = lambda: None
         self.after_cut: Callable[[], bool] = lambda: True
+        self.render: Callable[[dict[str, Any]], list[int] | str] | None = None
+        """What `/tokenize` answers, a text for 400; None for an engine without it."""
+        self.rendered = 0
         self.asked: list[str] = []
         """The sample id of each request."""
         self.bodies: list[dict[str, Any]] = []
@@ -80,8 +84,9 @@ class FakeEngine:
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
         ]
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(Starlette(routes=routes), log_level="critical", lifespan="off", access_log=False)
         self._server = uvicorn.Server(config)
@@ -120,6 +125,16 @@ class FakeEngine:
         card = {"id": "served", "object": "model", "root": self._model, "parent": None, "max_model_len": MAX_MODEL_LEN}
         adapter = {"id": "adapter", "object": "model", "root": "/adapters/a", "parent": "served"}
         return JSONResponse({"object": "list", "data": [card, adapter]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self.rendered += 1
+        if self.render is None:
+            return _error(404, "Not Found")
+        said = self.render(body)
+        if isinstance(said, str):
+            return _error(400, said)
+        return JSONResponse({"count": len(said), "max_model_len": MAX_MODEL_LEN, "tokens": said})
 
     async def _completions(self, request: Request) -> Response:
         born = self.cuts

@@ -2,60 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from specforge.algorithms.builtin import builtin_algorithm_registry
-from specforge.algorithms.contracts import FeatureMode
-from specforge.runtime.contracts import TrainBatch
-from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
-from specforge.runtime.data_plane.feature_store import LocalFeatureStore
-from specforge.runtime.data_plane.offline_reader import OfflineManifestReader, list_feature_files
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from specforge.data.preprocessing import generate_vocab_mapping_file, process_token_dict_to_mappings
+from specforge.runtime.data_plane.offline_reader import list_feature_files
+from specforge.training.vocab_mapping import count_effective_feature_tokens
 
+from hsconnector.formats import find_format
+from hsconnector.formats.draft_vocab import count_tokens
 from tests.formats.conftest import Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, captured_states, feed, make_rows
+from tests.formats.specforge_reading import read_by_specforge
 from tests.hugging_face import final_norm, reference_states
-from tests.models import NUM_LAYERS
-from tests.sidecar import start_sidecar
+from tests.models import NUM_LAYERS, VOCAB_SIZE
+from tests.sidecar import SidecarThread, start_sidecar
 
 pytestmark = pytest.mark.trainer
 
 STRATEGIES = ("eagle3", "dflash", "dspark")
-MAX_LEN = 64
 ROW_LENGTH = 33
 """Of the rows that are compared with the reference."""
-
-
-def read_by_specforge(strategy: str, folder: Path, *, batch_size: int, max_len: int = MAX_LEN) -> list[TrainBatch]:
-    """Every batch, through its reader (opening each file), store, normaliser and collator."""
-    registration = builtin_algorithm_registry().resolve(strategy)
-    provider = registration.providers.offline_for("text")
-    contract = registration.spec.feature_contract(FeatureMode.OFFLINE, "text")
-    built = provider.build_reader(str(folder), run_id="run", ttt_length=7, max_len=max_len)
-    reader = OfflineManifestReader(
-        str(folder),
-        strategy=strategy,
-        feature_keys=built.feature_keys,
-        target_repr=built.target_repr,
-        max_len=max_len,
-        validate_files=True,
-    )
-    assert set(reader.feature_keys) == contract.storage.required_tensors
-    loader = FeatureDataLoader(
-        LocalFeatureStore("store"),
-        refs=reader.read(),
-        batch_size=batch_size,
-        drop_last=False,
-        strategy=strategy,
-        per_sample_transform=provider.build_normalizer(max_len),
-        collate_fn=provider.build_collator(),
-    )
-    batches = list(loader)
-    for batch in batches:
-        assert set(batch.tensors) == contract.required_tensors
-    return batches
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -130,6 +111,73 @@ def test_rows_are_neither_shifted_nor_padded(captured: Captured, tmp_path: Path)
         tensors = torch.load(tmp_path / f"row_{row:08d}.ckpt")
         assert torch.equal(tensors["aux_hidden_state"][0], states[:, :3].flatten(1))
         assert tensors["loss_mask"].tolist() == [1] * len(token_ids)
+
+
+Rows = list[list[tuple[int, bool]]]
+
+
+def mapping_of(rows: Rows, size: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """What the product makes of rows of (token id, whether it is trained on)."""
+    pairs = [(np.array([token for token, _ in row]), np.array([int(counts) for _, counts in row])) for row in rows]
+    (data,) = find_format("specforge-eagle3").vocabulary(count_tokens(pairs, vocab_size), size).values()
+    found: dict[str, torch.Tensor] = torch.load(io.BytesIO(data))
+    return found
+
+
+@given(st.data())
+def test_the_tables_are_those_of_its_own_tool(data: st.DataObject) -> None:
+    """Over many ties, sizes around the number of tokens that occur, and ids above the size."""
+    vocab_size = data.draw(st.sampled_from([8, 40, 3000]))
+    token = st.tuples(st.integers(0, vocab_size - 1), st.booleans())
+    rows = [[(0, True)], *data.draw(st.lists(st.lists(token, min_size=1, max_size=30), max_size=6))]
+    size = data.draw(st.integers(1, vocab_size))
+    dataset = {
+        "input_ids": [torch.tensor([token for token, _ in row]) for row in rows],
+        "loss_mask": [torch.tensor([int(counts) for _, counts in row]) for row in rows],
+    }
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(None):
+        theirs = torch.load(generate_vocab_mapping_file(dataset, vocab_size, size, cache_dir=cache))
+    ours = mapping_of(rows, size, vocab_size)
+    assert set(ours) == set(theirs)
+    for name, table in theirs.items():
+        assert ours[name].dtype == table.dtype and torch.equal(ours[name], table), name
+
+
+def test_missing_tokens_come_in_the_order_of_its_set() -> None:
+    """Few are missing below the size and more occur above it, so which of them fill the table is the set's order."""
+    occurring = [*(token for token in range(3000) if token % 500 != 77), 3001, 3002]
+    rows = [[(token, True) for token in occurring]]
+    with contextlib.redirect_stdout(None):
+        d2t, t2d = process_token_dict_to_mappings(Counter(occurring), 3000, 3100)
+    ours = mapping_of(rows, 3000, 3100)
+    assert torch.equal(ours["d2t"], d2t) and torch.equal(ours["t2d"], t2d)
+    missing = [token for token in range(3000) if token % 500 == 77]
+    assert [bool(t2d[token]) for token in missing] != sorted((bool(t2d[token]) for token in missing), reverse=True)
+
+
+def test_ten_steps_with_the_tables_that_it_would_make_of_the_files(
+    model: Path, sidecar: SidecarThread, tmp_path: Path
+) -> None:
+    """Its counting reads the exported files; its EAGLE-3 then trains on them with our file."""
+    rows, out = make_rows(6), tmp_path / "out"
+    feed(sidecar.url, model, enumerate(rows.token_ids))
+    data = rows.write_lines(tmp_path / "data.jsonl")
+    code, said = export(sidecar.url, "-f", "specforge-eagle3", "-o", out, "--data", data, "--draft-vocab", "48")
+    assert code == 0, said
+    counts = count_effective_feature_tokens(str(out), target_vocab_size=VOCAB_SIZE)
+    with contextlib.redirect_stdout(None):
+        d2t, t2d = process_token_dict_to_mappings(counts, 48, VOCAB_SIZE)
+    ours = torch.load(out / "vocab_mapping-48.pt")
+    assert torch.equal(ours["d2t"], d2t) and torch.equal(ours["t2d"], t2d)
+    target = tmp_path / "model"
+    shutil.copytree(model, target)
+    index = {"weight_map": dict.fromkeys(load_file(target / "model.safetensors"), "model.safetensors")}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    program = ("-m", "tests.specforge_cpu", out, out / "vocab_mapping-48.pt", target)
+    done = subprocess.run([sys.executable, *map(str, program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = json.loads(done.stdout.splitlines()[-1])
+    assert len(losses) == 10 and all(0 < loss < 100 for loss in losses) and losses[-1] < losses[0]
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hs_connectors.transfer import FileTransfer
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from speculators.data_generation.offline import check_hidden_states, get_existing_hidden_state_indices
+from speculators.train.vocab_mapping import (
+    build_vocab_mappings_from_distribution,
+    save_token_frequency_distribution,
+)
 
 from hsconnector.capture.header import open_header
 from hsconnector.capture.shard import open_shard
 from hsconnector.errors import SettingsError
+from hsconnector.formats.draft_vocab import count_tokens
 from hsconnector.formats.speculators import Speculators
+from tests import training
 from tests.formats.conftest import ROWS, Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, feed, make_rows
 from tests.hugging_face import reference_states
 from tests.models import NUM_LAYERS
-from tests.sidecar import start_sidecar
+from tests.sidecar import SidecarThread, start_sidecar
 
 pytestmark = pytest.mark.trainer
 
@@ -98,6 +110,51 @@ def test_the_split_that_speculators_makes_is_aux_and_last(captured: Captured, tm
 def test_without_the_last_layer_the_missing_id_is_named() -> None:
     with pytest.raises(SettingsError, match=r"needs layer 6, .* not among the layers \[1, 3, 5\]"):
         Speculators().choose((1, 3, 5), 6)
+
+
+@given(st.data())
+def test_the_draft_vocabulary_is_that_of_its_own_tool(data: st.DataObject) -> None:
+    """Over many ties, sizes around the number of tokens that occur, and ids above the size."""
+    vocab_size = data.draw(st.sampled_from([8, 40, 3000]))
+    token = st.tuples(st.integers(0, vocab_size - 1), st.integers(0, 1))
+    rows = [[(0, 1)], *data.draw(st.lists(st.lists(token, min_size=1, max_size=30), max_size=6))]
+    size = data.draw(st.integers(1, vocab_size))
+    pairs = [([token for token, _ in row], [counts for _, counts in row]) for row in rows]
+    counts = count_tokens([(np.array(ids), np.array(mask)) for ids, mask in pairs], vocab_size)
+    ours = Speculators().vocabulary(counts, size)
+    dataset = [{"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask)} for ids, mask in pairs]
+    with tempfile.TemporaryDirectory() as folder:
+        save_token_frequency_distribution(dataset, Path(folder, "token_freq.pt"))
+        frequencies = torch.load(Path(folder, "token_freq.pt"))
+    assert torch.load(io.BytesIO(ours["token_freq.pt"])) == frequencies
+    tables = build_vocab_mappings_from_distribution(frequencies, size, vocab_size)
+    for name, table in zip(("d2t", "t2d"), tables, strict=True):
+        found = np.load(io.BytesIO(ours[f"{name}-{size}.npy"]))
+        assert found.dtype == table.numpy().dtype and np.array_equal(found, table.numpy()), name
+
+
+@pytest.mark.timeout(1200)
+def test_training_with_a_draft_vocabulary_is_the_same_as_with_its_own(
+    model: Path, sidecar: SidecarThread, tmp_path: Path
+) -> None:
+    """It makes its tables of its own count of the data set, then takes ours, step by step."""
+    rows = training.make_rows(7)
+    data, out, size = training.write_dataset(tmp_path / "data", rows), tmp_path / "out", 96
+    feed(sidecar.url, model, enumerate(rows), layer_ids=(*training.TARGETS, NUM_LAYERS))
+    code, said = export(sidecar.url, "-f", "speculators", "-o", out, "--data", data, "--draft-vocab", str(size))
+    assert code == 0, said
+    use = Speculators().vocabulary_use(out, size)
+    assert use in said
+    save_token_frequency_distribution(Dataset.load_from_disk(data), data / "token_freq.pt")
+    offline = ("--vllm-endpoint", training.NOBODY, "--on-missing", "raise", "--hidden-states-path", str(out))
+    theirs = training.train(
+        tmp_path, "theirs", "speculators", "eagle3", model, data, *offline, "--draft-vocab-size", str(size)
+    )
+    for name in (f"d2t-{size}.npy", f"t2d-{size}.npy"):
+        assert (out / name).read_bytes() == (data / name).read_bytes()
+        (data / name).unlink()
+    ours = training.train(tmp_path, "ours", "speculators", "eagle3", model, data, *offline, *use.split())
+    assert len(ours.steps) in training.STEPS and ours.steps == theirs.steps and ours.error_records == 0
 
 
 def umask() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import datasets
@@ -15,6 +16,7 @@ import torch
 
 from hsconnector.errors import SettingsError
 from hsconnector.prompts.files import open_rows
+from hsconnector.prompts.preparation import Preparation
 from hsconnector.prompts.prompt import Prompt, PromptReader, RowRefused
 from hsconnector.prompts.saved import SavedDataset
 
@@ -92,6 +94,17 @@ def test_what_is_no_data_set_is_refused_with_the_way_out(tmp_path: Path) -> None
     assert f"name one: {tmp_path / 'several' / 'train'}" in refused("several")
 
 
+def test_a_list_too_large_for_memory_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "d.json")
+    monkeypatch.setattr("hsconnector.prompts.files.LARGEST_LIST", path.stat().st_size)
+    assert list(open_rows(path).read()) == ROWS
+    monkeypatch.setattr("hsconnector.prompts.files.LARGEST_LIST", path.stat().st_size - 1)
+    with pytest.raises(SettingsError, match=r"jq -c '\.\[\]' d\.json > d\.jsonl"):
+        open_rows(path)
+
+
 @pytest.mark.parametrize(("name", "library"), [("d.parquet", "pyarrow"), ("folder", "datasets")])
 def test_without_its_library_a_data_set_names_the_extra(tmp_path: Path, name: str, library: str) -> None:
     path = write(tmp_path / name)
@@ -114,7 +127,7 @@ def test_what_is_saved_as_arrow_gives_the_trainer_tensors(tmp_path: Path) -> Non
     """`speculators train` joins columns with torch, as `load_from_disk` hands them out."""
     with SavedDataset(tmp_path / "out", "arrow") as saved:
         saved.add(PROMPTS[3])
-        saved.publish(set(), {})
+        saved.publish({3}, {})
     row = datasets.load_from_disk(str(tmp_path / "out"))[0]
     assert torch.equal(row["input_ids"], torch.tensor([3, 7])) and row["loss_mask"].dtype == torch.int64
 
@@ -122,17 +135,17 @@ def test_what_is_saved_as_arrow_gives_the_trainer_tensors(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["jsonl", "arrow"])
 def test_what_is_saved_holds_the_rows_that_are_stored_in_order(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "out"
-    for without in (set(), {1, 3}):
+    for kept_rows in ({0, 1, 2, 3, 4}, {0, 2, 4}):
         with SavedDataset(folder, kind) as saved:  # type: ignore[arg-type]
             for prompt in PROMPTS:
                 saved.add(prompt)
-            assert saved.publish(without, {"model": "tiny"}) == 5 - len(without)
+            assert saved.publish(kept_rows, {"model": "tiny"}) == len(kept_rows)
         rows = list(open_rows(folder).read())
-        kept = [prompt for prompt in PROMPTS if prompt.row not in without]
+        kept = [prompt for prompt in PROMPTS if prompt.row in kept_rows]
         assert [PromptReader(id_field="sample_id").read(row, row["row"]) for row in rows] == kept  # type: ignore[index]
         assert [row["seq_len"] for row in rows] == [2] * len(kept)  # type: ignore[index]
         about = json.loads((folder / "hsconnector-dataset.json").read_text())
-        assert about == {"rows": len(kept), "format": kind, "model": "tiny"}
+        assert about == {"rows": len(kept), "format": kind, "model": "tiny", "complete": True, "preparation": None}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
@@ -141,6 +154,29 @@ def test_nothing_appears_where_a_run_broke_off(tmp_path: Path) -> None:
         saved.add(PROMPTS[0])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_decided_is_kept_for_the_next_one(tmp_path: Path) -> None:
+    decided = {"max_tokens": 9, "date": date(2026, 7, 26)}
+    with SavedDataset(tmp_path / "out", "jsonl") as saved:
+        first = saved.decide(decided)
+        saved.begin()
+    again = SavedDataset(tmp_path / "out", "jsonl")
+    assert again.decide({}) == again.decide({"max_tokens": 9}) == first == Preparation(**decided)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="is prepared with max_tokens=9, asked for is 8: leave the option away"):
+        again.decide({"max_tokens": 8})
+    (tmp_path / "out" / "hsconnector-dataset.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"hsconnector-dataset\.json cannot be read"):
+        SavedDataset(tmp_path / "out", "jsonl")
+
+
+def test_a_run_that_broke_off_leaves_what_is_whole_and_never_fewer_rows(tmp_path: Path) -> None:
+    for kept, count in (({0, 1}, 2), ({0}, None), ({0, 1, 2}, 3)):
+        with SavedDataset(tmp_path / "out", "jsonl") as saved:
+            for prompt in PROMPTS:
+                saved.add(prompt)
+            assert saved.publish(kept, {}, complete=False) == count
+        assert [row["row"] for row in open_rows(tmp_path / "out").read()] == list(range(count or 2))  # type: ignore[index]
 
 
 def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
