@@ -217,6 +217,7 @@ def test_rows_in_the_prefix_cache_are_of_old_weights_until_it_is_emptied(tmp_pat
     engine.update()
     stale, fresh = engine.hit(engine.lab.begin(40)), engine.lab.begin(40)
     engine.lab.turn()
+    assert len(engine.lab.worker.reader) == 1
     still = engine.hit(engine.lab.begin(40))
     engine.lab.turn()
     engine.lab.next.emptied = True
