@@ -143,6 +143,13 @@ def test_the_tables_are_those_of_its_own_tool(data: st.DataObject) -> None:
         assert ours[name].dtype == table.dtype and torch.equal(ours[name], table), name
 
 
+def test_of_equally_frequent_tokens_the_first_are_taken() -> None:
+    ours = mapping_of([[(7, True)], [(3, True)], [(5, True), (5, True)]], 2, 10)
+    assert ours["d2t"].tolist() == [5, 7 - 1]
+    with contextlib.redirect_stdout(None):
+        assert process_token_dict_to_mappings(Counter([7, 3, 5, 5]), 2, 10)[0].tolist() == ours["d2t"].tolist()
+
+
 def test_missing_tokens_come_in_the_order_of_its_set() -> None:
     """Few are missing below the size and more occur above it, so which of them fill the table is the set's order."""
     occurring = [*(token for token in range(3000) if token % 500 != 77), 3001, 3002]
