@@ -248,6 +248,16 @@ def test_a_capture_holds_the_layers_that_are_asked_for(
     assert names(table.take(wanted)) == ([name] if fits else [])
 
 
+def test_deliveries_are_counted(catalog: Catalog, table: Leases) -> None:
+    ready(catalog)
+    counted = []
+    for _ in range(4):
+        lease = table.take(Wanted(consumer="c"))
+        counted += [each.deliveries for each in lease.captures]
+        table.release(lease.lease_id)
+    assert counted == [1, 2, 3, 4]
+
+
 def test_a_lease_is_bounded_in_bytes_but_never_empty(catalog: Catalog, table: Leases) -> None:
     sizes = [ready(catalog, size=size) for size in (100, 40, 40, 40)]
     assert names(table.take(Wanted(consumer="c", count=9, max_bytes=50))) == sizes[:1]
