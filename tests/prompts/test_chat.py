@@ -141,6 +141,12 @@ def test_a_template_that_raises_on_the_beginning_of_what_it_accepts() -> None:
     assert said(NEEDS_A_USER, talk) == ["welcome<|end|>", "hi there<|end|>"]
 
 
+def test_a_prompt_that_could_end_in_two_places_is_refused() -> None:
+    twice = NEEDS_A_USER.replace("<|{{ message.role }}|>", "<|{{ message.role }}|>" * 2)
+    with pytest.raises(RowRefused, match=r"turn 1 \(assistant\) does not begin where the chat template asks for one"):
+        said(twice, [TALK[0], {"role": "assistant", "content": "welcome"}, *TALK[1:3]])
+
+
 def test_a_call_without_text_is_trained_on() -> None:
     """THUDM/slime#1159, vllm-project/speculators#300: a call, its text and the end token of both turns."""
     for content in ("", "I call it."):
