@@ -19,7 +19,7 @@ __all__ = ["Book", "MissingRows", "Noted", "RowSet"]
 _TABLES = """
 PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
-PRAGMA cache_size = -4096;
+PRAGMA cache_size = -2048;
 CREATE TABLE rows (
     digest BLOB PRIMARY KEY, row INTEGER, sample_id TEXT, tokens INTEGER, fate TEXT, used_up TEXT
 ) WITHOUT ROWID;

@@ -181,13 +181,13 @@ def test_conversations_have_the_ids_that_the_engine_makes_of_them(
     data = tmp_path / "d.jsonl"
     rows = [{"messages": talk("a", f"b{row}")} for row in range(3)] + [{"messages": talk("a", "unspeakable")}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert extract(data, *options(engine, sidecar), "--max-tokens", 9, "--too-long", "truncate") == 1
+    assert extract(data, *options(engine, sidecar), "--max-tokens", 6, "--too-long", "truncate") == 1
     out, err = capsys.readouterr()
-    assert out == "4 rows, 1 captured (9 tokens), 0 were there, 2 repeated, 1 failed\n"
+    assert out == "4 rows, 3 captured (18 tokens), 0 were there, 1 failed\n"
     assert "row 3: the engine does not render its conversation (400): made up: unspeakable" in err
-    assert len(engine.asked) == 1
+    assert len(engine.asked) == 3
     before = engine.rendered
-    assert extract(data, *options(engine, sidecar), "--limit", 3, "--max-tokens", 9, "--too-long", "truncate") == 0
+    assert extract(data, *options(engine, sidecar), "--limit", 3, "--max-tokens", 6, "--too-long", "truncate") == 0
     assert engine.rendered == before, "what is stored was compared when it was asked for"
 
 
@@ -387,9 +387,10 @@ def test_an_adapter_is_content_of_its_own(engine: FakeEngine, sidecar: SidecarTh
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_ended_by_a_signal_and_started_again_each_row_is_captured_once(
-    engine: FakeEngine, sidecar: SidecarThread, data: Path, number: signal.Signals, code: int
+    engine: FakeEngine, sidecar: SidecarThread, data: Path, number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    command = [*COMMAND, str(data), *options(engine, sidecar), "--concurrency", "3"]
+    folder = tmp_path / "tokens"
+    command = [*COMMAND, str(data), *options(engine, sidecar), "--concurrency", "3", "--save-dataset", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
 
     turn = threading.Lock()
@@ -410,7 +411,14 @@ def test_ended_by_a_signal_and_started_again_each_row_is_captured_once(
     engine.point = lambda: None
     engine.rest()
     assert 0 < len(captures(sidecar, "talks")) < 30
+    kept = json.loads((folder / "hsconnector-dataset.json").read_text())
+    assert not kept["complete"] and kept["preparation"]["date"]
+    if number == signal.SIGINT:
+        saved = [str(row["row"]) for row in open_rows(folder).read()]  # type: ignore[index]
+        stored = {r.sample_id for r in captures(sidecar, "talks") if r.state is CaptureState.READY}
+        assert saved and len(saved) == kept["rows"] and set(saved) <= stored
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     found = captures(sidecar, "talks")
     assert Counter(r.sample_id for r in found if r.state is CaptureState.READY) == {str(i): 1 for i in range(30)}
+    assert len(list(open_rows(folder).read())) == 30

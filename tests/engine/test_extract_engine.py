@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from hsconnector.capture.protocol import CaptureState
@@ -109,6 +110,10 @@ def test_what_the_engine_will_not_take_is_named_and_conversations_go_through(
     assert set(found) == {"0", "4"}
     assert client.fetch(found["0"]).token_ids.tolist() == saved[0]["input_ids"]
     assert 0 < sum(saved[0]["loss_mask"]) < len(saved[0]["loss_mask"])
+    assert "not compared" not in ended.stdout
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    body = {"messages": messages, "add_generation_prompt": False}
+    assert httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"] == saved[0]["input_ids"]
 
 
 def test_other_layers_than_asked_for_are_refused_before_anything_is_asked(
