@@ -134,7 +134,7 @@ def test_the_draft_vocabulary_is_that_of_its_own_tool(data: st.DataObject) -> No
 
 
 def test_of_equally_frequent_tokens_the_lowest_ids_are_taken() -> None:
-    counts = count_tokens([(np.array(ids), np.ones(len(ids))) for ids in ([7], [3], [5, 5])], 10)
+    counts = count_tokens([(np.array(ids), np.ones(len(ids), np.int64)) for ids in ([7], [3], [5, 5])], 10)
     d2t = np.load(io.BytesIO(Speculators().vocabulary(counts, 2)["d2t-2.npy"]))
     assert d2t.tolist() == [3, 5 - 1]
     assert build_vocab_mappings_from_distribution({7: 1, 3: 1, 5: 2}, 2, 10)[0].tolist() == d2t.tolist()
