@@ -71,9 +71,9 @@ def test_engines_come_and_go(models: dict[str, Path], sidecar: SidecarThread, cl
 @pytest.mark.parametrize(
     ("connector", "options", "error", "words"),
     [
-        ({"sidcar": "http://127.0.0.1:1"}, {}, SettingsError, r"'sidcar'.*'http://127.0.0.1:1'.*'sidecar'"),
+        ({"sidcar": "http://127.0.0.1:1"}, {}, SettingsError, r"'sidcar'.*'sidecar'.*'http://127.0.0.1:1'"),
         ({"ring_bytes": "many"}, {}, SettingsError, r"ring_bytes.*'many'"),
-        ({"ring_bytes": 1}, {}, SettingsError, r"ring_bytes.*65536.*1"),
+        ({"ring_bytes": 1}, {}, SettingsError, r"ring_bytes.*1.*65536"),
         ({"capture": "some"}, {}, SettingsError, r"capture.*'some'"),
         ({"sidecar": "unix:///tmp/x.sock"}, {}, SettingsError, "public_url"),
         ({}, {"speculative_config": None}, UnsupportedError, "extract_hidden_states"),
