@@ -17,7 +17,7 @@ step() {
 if [ "${1:-}" = --fast ]; then
     shift
     [ -x "$VENV/bin/pytest" ] || fail "no tests can run in $VENV: bash deploy/test.sh makes it, HSC_VENV names another"
-    export OMP_NUM_THREADS=1 HSC_LAYOUT_EXAMPLES=${HSC_LAYOUT_EXAMPLES:-400}
+    export OMP_NUM_THREADS=1 HSC_EXAMPLES=${HSC_EXAMPLES:-0.25}
     types=$(mktemp)
     "$VENV/bin/mypy" >"$types" 2>&1 &
     mypy=$!

@@ -20,6 +20,7 @@ from hsconnector.capture.header import (
     read_header,
 )
 from hsconnector.errors import ShardError
+from tests.examples import examples
 
 METADATA = {"format": "hsconnector/1", "layer_ids": "[2,5]", "sample_id": 'ä"\\\n'}
 GOLDEN = (
@@ -119,7 +120,7 @@ def test_what_a_sidecar_does_not_write_is_told_apart() -> None:
         parsed(empty, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.binary(max_size=300)
     | st.builds(lambda n, t: n.to_bytes(8, "little") + t, st.integers(0, 400), st.binary(max_size=300))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hsconnector.connector.gather import NUM_BUFFERS, Blocks, DeviceGather, HostGather, gather_for, pin, rows_tensor
 from hsconnector.errors import LayoutError
 from tests.connector.lab import bounded
+from tests.examples import examples
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -53,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, list[int], range]:
     return view, spec_size, table, range(start, stop)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(cases())
 def test_rows_are_what_the_rule_says(case: tuple[torch.Tensor, int, list[int], range]) -> None:
     view, spec_size, table, rows = case
@@ -62,7 +63,7 @@ def test_rows_are_what_the_rule_says(case: tuple[torch.Tensor, int, list[int], r
     assert torch.equal(out, oracle(view, spec_size, table, rows))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(cases(), st.integers(1, 7))
 def test_pieces_are_the_same_as_one_shot(case: tuple[torch.Tensor, int, list[int], range], most: int) -> None:
     view, spec_size, table, rows = case

@@ -11,6 +11,7 @@ from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.tracker import Wish
 from tests.connector.scheduling import BLOCK, Engine, Request
 from tests.connector.tracker_machine import OUTPUT, TrackerMachine, tracker
+from tests.examples import examples
 
 
 def info(name: str, num_prompt: int = 10) -> CaptureInfo:
@@ -275,7 +276,7 @@ class ReaderMachine(TrackerMachine):
 
 
 TestReaderMachine = ReaderMachine.TestCase
-TestReaderMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestReaderMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 moves = st.lists(
     st.tuples(st.sampled_from(["run", "finish", "abort", "again", "preempt", "reset", "step"]), st.integers(0, 3)),
@@ -283,7 +284,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(moves)
 def test_reported_at_most_once_and_only_what_was_held(sequence: list[tuple[str, int]]) -> None:
     """vllm#43226 and its kin: a stale or repeated report of a finished request ends the engine."""

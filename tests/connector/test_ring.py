@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hsconnector.connector.ring import ALIGNMENT, PREFIX, Ring
 from hsconnector.errors import RingError
+from tests.examples import examples
 
 PAGE = 4096
 
@@ -128,7 +129,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRingMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 class TestShared:

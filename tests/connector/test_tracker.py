@@ -10,6 +10,7 @@ from hsconnector.connector.step import Failure, Finish, Step, TableChange
 from hsconnector.connector.tracker import Arrival, Ended, Ending, Progress, Scheduled, Tracker, Wish
 from tests.connector.scheduling import BLOCK
 from tests.connector.tracker_machine import OUTPUT, TrackerMachine, tracker
+from tests.examples import examples
 
 
 def arrival(name: str, blocks: list[int], num_prompt: int, num_computed: int = 0, **more: Any) -> Arrival:
@@ -474,4 +475,4 @@ def test_a_capture_says_what_its_request_is() -> None:
 
 
 TestTrackerMachine = TrackerMachine.TestCase
-TestTrackerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTrackerMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

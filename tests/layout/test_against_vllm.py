@@ -13,7 +13,6 @@ Intended differences, each with its own test below:
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +31,11 @@ from hsconnector.layout.granularity import (
 )
 from hsconnector.layout.rules import Grouping, form_groups, largest_divisor_at_most, scale_groups
 from hsconnector.layout.specs import Group, HiddenState, Mamba, Spec, layer_specs
+from tests.examples import examples
 from tests.layout.installed_vllm import KVCacheLayout, engine, interface
 from tests.layout.strategies import scaled_sets, spec_sets
 
-EXAMPLES = int(os.environ.get("HSC_LAYOUT_EXAMPLES", "2000"))
+EXAMPLES = examples(2000)
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, StopIteration)
 fast = settings(
     max_examples=EXAMPLES,

@@ -15,6 +15,7 @@ from hsconnector.errors import SettingsError
 from hsconnector.prompts.chat import ChatTokenizer, load_tokenizer
 from hsconnector.prompts.preparation import Preparation
 from hsconnector.prompts.prompt import RowRefused
+from tests.examples import examples
 from tests.models import tiny_tokenizer
 from tests.prompts.shapes import chat_of, tokenizer_of
 from tests.prompts.talks import TALKS, calls, says, user
@@ -116,7 +117,7 @@ def test_sharegpt_is_the_same_conversation() -> None:
     assert chats.encode(shared) == chats.encode(TALK)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text("ab c\n", max_size=9)), min_size=1, max_size=6)
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hsconnector.prompts.conversation import engine_messages, read_conversation, read_tools
 from hsconnector.prompts.files import open_rows
 from hsconnector.prompts.prompt import Missing, PromptReader, RowRefused
+from tests.examples import examples
 from tests.prompts.shapes import chat_of
 
 CALL = {"id": "c1", "function": {"arguments": {"a": 3}, "name": "add"}, "type": "function"}
@@ -206,7 +207,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=examples(300), deadline=None, database=None)
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=6) | ANYTHING, max_size=4) | ANYTHING)
 def test_whatever_a_row_holds_it_is_encoded_or_refused(conversation: Any) -> None:
     chats = chat_of("chatml")

@@ -16,6 +16,7 @@ from hsconnector.capture.protocol import (
     new_capture_id,
 )
 from server.assembler import Action, Assembly
+from tests.examples import examples
 
 ROW = 12
 
@@ -151,4 +152,4 @@ class OneCapture(RuleBasedStateMachine):
 
 
 TestOneCapture = OneCapture.TestCase
-TestOneCapture.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestOneCapture.settings = settings(max_examples=examples(150), stateful_step_count=25, deadline=None)

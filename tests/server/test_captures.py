@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hsconnector.capture.protocol import new_capture_id
 from hsconnector.capture.record import client_ids
+from tests.examples import examples
 from tests.server.engine import Engine, opening, rows_of, until
 from tests.sidecar import SidecarThread
 
@@ -94,7 +95,7 @@ def test_the_ids_a_client_may_know(engine_id: str, certain: set[str], possible: 
     assert {name for name, rank in found.items() if rank == 1} == possible
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     client=st.text(min_size=1),
     route=st.sampled_from(["chatcmpl-{}", "cmpl-{}-3", "generate-tokens-{}", "{}"]),

@@ -33,6 +33,7 @@ from hsconnector.capture.protocol import (
     new_capture_id,
     pack_token_ids,
 )
+from tests.examples import examples
 from tests.server.engine import LAYERS, ROW, Engine, files, metric, opening, rows_of, until
 from tests.sidecar import SidecarThread, start_sidecar
 
@@ -384,7 +385,7 @@ def any_messages(draw: st.DrawFn) -> list[Message]:
     return draw(st.lists(message, max_size=12))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(any_messages(), min_size=1, max_size=5), cut=st.integers(0, 200), flip=st.integers(0, 255))
 def test_any_messages_in_any_order(
     sidecar: SidecarThread, http: httpx.Client, batches: list[list[Message]], cut: int, flip: int

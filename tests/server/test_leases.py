@@ -32,6 +32,7 @@ from server.lease import Ack, Lease, LeaseFilter, Unheld, Wanted
 from server.leases import Leases
 from server.metrics import Metrics
 from server.refusals import Refusal
+from tests.examples import examples
 from tests.server.engine import Engine, metric
 from tests.sidecar import SidecarThread, start_sidecar, start_sidecar_process
 
@@ -191,7 +192,10 @@ class Queue(RuleBasedStateMachine):
 def test_consumers_that_crash_repeat_overlap_and_finish_late() -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
-        Queue, settings=settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=checks)
+        Queue,
+        settings=settings(
+            max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=checks
+        ),
     )
 
 

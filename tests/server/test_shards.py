@@ -19,6 +19,7 @@ from safetensors.numpy import load
 from hsconnector.capture.protocol import CaptureInfo, Producer, RowsKind, pack_token_ids
 from server.recovery import inspect_shard
 from server.shards import Published, ShardWriter, reserve
+from tests.examples import examples
 from tests.server.engine import rows_of
 
 ID = "0123456789ab00000000000000000042"
@@ -97,7 +98,7 @@ def test_safetensors_reads_every_dtype(tmp_path: Path) -> None:
     assert (load(path.read_bytes())["hidden_states"] == rows_of(100)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(1, 40),
     layers=st.integers(1, 4),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hsconnector.capture.protocol import pack_token_ids
 from hsconnector.capture.record import Finding, Verdict
 from server.verdict import LISTED, MIN_RUN, NORM_EVERY, Judge
+from tests.examples import examples
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Values = torch.Tensor
@@ -201,7 +202,7 @@ def oracle(values: Values) -> dict[str, Any]:
 CODES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -60000.0, math.inf, -math.inf, math.nan])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     data=st.data(),
     dtype=st.sampled_from(list(DTYPES)),
