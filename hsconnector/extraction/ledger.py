@@ -47,6 +47,8 @@ class Ledger:
     """Thoughts of earlier turns that the chat template does not render."""
     local: int = 0
     """Conversations asked for as they are rendered here, which no engine's rendering was compared with."""
+    other_weights: int = 0
+    """Captures of the data set that are of other weights than the engine's, and were not there for this run."""
     with_capture: RowSet = field(default_factory=RowSet)
     book: Book = field(default_factory=Book, repr=False)
     waits: str = ""
@@ -121,6 +123,7 @@ class Ledger:
             "retries": self.retries,
             "thoughts_left_out": self.thoughts_left_out,
             "local_rendering": self.local,
+            "of_other_weights": self.other_weights,
         }
 
     def sentence(self) -> str:
@@ -137,6 +140,7 @@ class Ledger:
             "second captures removed": self.doubles,
             "thoughts of earlier turns left out by the template": self.thoughts_left_out,
             "not compared with the engine's rendering": self.local,
+            "stored captures left alone, as they are of other weights": self.other_weights,
         }
         return ", ".join([*parts, *(f"{count} {what}" for what, count in more.items() if count)])
 
