@@ -25,7 +25,6 @@ from tests.extraction.fake_engine import LAYERS
 from tests.extraction.quick_engine import TOKENS, QuickEngine
 from tests.sidecar import SidecarProcess, start_sidecar_process
 
-
 LONG = os.environ.get("HSC_LONG") == "1"
 pytestmark = pytest.mark.timeout(4 * 3600 if LONG else 300)
 ROWS = 300_000 if LONG else 1_500
