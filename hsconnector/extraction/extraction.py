@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 
 from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import CaptureState, pack_token_ids
@@ -22,7 +23,7 @@ from hsconnector.extraction.content import CaptureUnfit, judge
 from hsconnector.extraction.engine import Engine, EngineAway, EngineBusy, EngineRefused
 from hsconnector.extraction.engines import Engines
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.prompts.encoded import check_ids
+from hsconnector.prompts.encoded import Encoded, check_ids
 from hsconnector.prompts.prompt import Dropped, Missing, Prompt, RowRefused
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
@@ -221,13 +222,17 @@ class Extraction:
     async def _asked(self, ask: _Ask, engine: Engine) -> str:
         """The id of a capture; raises RowRefused where the engine renders the row's conversation to other ids."""
         if not ask.compared and (whole := ask.prompt.whole) is not None:
-            ids = await engine.rendered(self._order.model, whole.request) if whole.request else None
-            if ids is None:
-                self.ledger.local += 1
-            else:
-                check_ids(ids, whole)
+            await self._compare_rendering(whole, engine)
             ask.compared = True
         return await engine.capture(self._body(ask))
+
+    async def _compare_rendering(self, whole: Encoded, engine: Engine) -> None:
+        if whole.day not in (None, date.today()):  # the engine would write today's date
+            self.ledger.of_another_day += 1
+        elif (ids := await engine.rendered(self._order.model, whole.request)) is None:
+            self.ledger.local += 1
+        else:
+            check_ids(ids, whole)
 
     async def _judge(self, ask: _Ask, capture_id: str) -> None:
         waited = self._order.capture_timeout_s

@@ -46,7 +46,9 @@ class Ledger:
     thoughts_left_out: int = 0
     """Thoughts of earlier turns that the chat template does not render."""
     local: int = 0
-    """Conversations asked for as they are rendered here, which no engine's rendering was compared with."""
+    """Conversations asked for as they are rendered here, since their engine renders none."""
+    of_another_day: int = 0
+    """The same for conversations with the date of another day, where the engine would write today's."""
     with_capture: RowSet = field(default_factory=RowSet)
     book: Book = field(default_factory=Book, repr=False)
     waits: str = ""
@@ -120,7 +122,7 @@ class Ledger:
             "tokens": self.tokens,
             "retries": self.retries,
             "thoughts_left_out": self.thoughts_left_out,
-            "local_rendering": self.local,
+            "local_rendering": self.local + self.of_another_day,
         }
 
     def sentence(self) -> str:
@@ -137,6 +139,7 @@ class Ledger:
             "second captures removed": self.doubles,
             "thoughts of earlier turns left out by the template": self.thoughts_left_out,
             "not compared with the engine's rendering": self.local,
+            "not compared with the engine's rendering, which is of another day": self.of_another_day,
         }
         return ", ".join([*parts, *(f"{count} {what}" for what, count in more.items() if count)])
 
