@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -73,6 +74,8 @@ class _Ask:
     digest: str
     attempts: int
     used_up: frozenset[str]
+    begun: bool = False
+    """A capture of its sample is under way that this run did not ask for."""
     compared: bool = False
     """Its tokens are known to be those that an engine makes of it, or that none can tell."""
 
@@ -107,11 +110,12 @@ class Extraction:
         ticking = asyncio.ensure_future(self._tick())
         try:
             async with asyncio.TaskGroup() as tasks:
-                asks: asyncio.Queue[_Ask | None] = asyncio.Queue(_LOOKED_UP)
+                asks: asyncio.Queue[list[_Ask] | None] = asyncio.Queue(1)
                 tasks.create_task(self._look_up(samples, taken, asks))
-                while ask := await asks.get():
-                    await self._slots.acquire()
-                    tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
+                while (chunk := await asks.get()) is not None:
+                    async for ask in self._still_wanted(chunk):
+                        await self._slots.acquire()
+                        tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
         except BaseExceptionGroup as group:
             ours, _ = group.split(HSConnectorError)
             if ours is None:
@@ -136,13 +140,40 @@ class Extraction:
             self._changed()
 
     async def _look_up(
-        self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None], asks: asyncio.Queue[_Ask | None]
+        self,
+        samples: Iterator[Prompt | Missing],
+        taken: Callable[[Prompt], None],
+        asks: asyncio.Queue[list[_Ask] | None],
     ) -> None:
         """Runs ahead of the engines: puts into the queue what is to be asked for, then None."""
         while chunk := await asyncio.to_thread(_take, samples, _LOOKED_UP):
-            for ask in await self._wanted(chunk, taken):
-                await asks.put(ask)
+            await asks.put(await self._wanted(chunk, taken))
         await asks.put(None)
+
+    async def _still_wanted(self, chunk: list[_Ask]) -> AsyncIterator[_Ask]:
+        """Looks again at each few rows just before they are asked for: another run may be at work on the same data.
+
+        Where one is, the rows are taken in any order, so that the two do not go through them side by side.
+        """
+        while chunk:
+            few, chunk = chunk[: self._order.concurrency], chunk[self._order.concurrency :]
+            found = await self._sidecar.lookup([ask.digest for ask in few])
+            begun = Counter(record.sample_id for record in await self._sidecar.receiving(self._order.dataset))
+            for ask in few:
+                ask.begun = ask.prompt.sample_id in begun
+                if not self._stored_meanwhile(ask, found[ask.digest]):
+                    yield ask
+            if any(ask.begun for ask in few) or max(begun.values(), default=0) > 1:
+                random.shuffle(chunk)
+
+    def _stored_meanwhile(self, ask: _Ask, records: list[CaptureRecord]) -> bool:
+        there = any(record.state is CaptureState.READY for record in records)
+        if there:
+            self.ledger.stored_meanwhile += 1
+            self.ledger.stored(ask.prompt)
+            self._note(ask.prompt, ask.digest, Fate.STORED, ask.used_up)
+            self._changed()
+        return there
 
     async def _await_leftovers(self, sample_id: str | None = None) -> None:
         """Waits for captures that an earlier run, or an earlier attempt, began."""
@@ -198,6 +229,10 @@ class Extraction:
     async def _capture(self, ask: _Ask) -> None:
         """One row, until it is captured or has been asked for often enough."""
         attempt, reason, engine = 0, "", None
+        if ask.begun:
+            await self._await_leftovers(ask.prompt.sample_id)
+            if self._stored_meanwhile(ask, (await self._sidecar.lookup([ask.digest]))[ask.digest]):
+                return None
         while attempt < ask.attempts:
             if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)

@@ -42,6 +42,8 @@ class Ledger:
     """Of the captures made now."""
     doubles: int = 0
     """Second captures of a sample that were removed."""
+    stored_meanwhile: int = 0
+    """Of the stored ones, those that another run captured while this one was at work."""
     dropped_for: Counter[DropReason] = field(default_factory=Counter)
     thoughts_left_out: int = 0
     """Thoughts of earlier turns that the chat template does not render."""
@@ -121,6 +123,7 @@ class Ledger:
             "complete": self.complete,
             "tokens": self.tokens,
             "retries": self.retries,
+            "stored_meanwhile": self.stored_meanwhile,
             "thoughts_left_out": self.thoughts_left_out,
             "local_rendering": self.local + self.of_another_day,
         }
@@ -137,6 +140,9 @@ class Ledger:
         more = {
             "retries": self.retries,
             "second captures removed": self.doubles,
+            "stored by another run on the same data meanwhile (--shard I/N gives each its own part)": (
+                self.stored_meanwhile
+            ),
             "thoughts of earlier turns left out by the template": self.thoughts_left_out,
             "not compared with the engine's rendering": self.local,
             "not compared with the engine's rendering, which is of another day": self.of_another_day,
