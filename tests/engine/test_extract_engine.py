@@ -19,7 +19,7 @@ import pytest
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client import Client
-from hsconnector.prompts.conversation import engine_messages, read_conversation
+from hsconnector.prompts.conversation import engine_messages, read_conversation, read_tools
 from hsconnector.prompts.encoded import check_ids
 from hsconnector.prompts.files import open_rows
 from hsconnector.prompts.row import RowRefused
@@ -164,9 +164,23 @@ def test_talks_with_tools_and_thoughts_are_captured_with_the_ids_that_the_engine
     found = {record.sample_id: record for record in captures(client, "talks")}
     for number, row in enumerate(rows):
         messages = engine_messages(read_conversation(row["messages"]))
-        body = {"messages": messages, "tools": TOOLS, "add_generation_prompt": False}
+        body = {"messages": messages, "tools": read_tools(TOOLS), "add_generation_prompt": False}
         rendered = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"]
         assert client.fetch(found[str(number)]).token_ids.tolist() == rendered
+
+
+def test_what_beam_search_captures_is_of_no_sample(server: ApiServer, client: Client) -> None:
+    """vllm#10754: its requests forget the options of the one that they serve, `"capture": false` as well."""
+    before = {record.capture_id for record in client.find()}
+    body = {"prompt": random_token_ids(40, seed=11), "max_tokens": 3, "use_beam_search": True, "n": 2, "temperature": 0}
+    asked = {"capture": True, "dataset": "beams", "sample_id": "s"}
+    for hidden_states in (asked, {"capture": False}):
+        params = {"hidden_states": hidden_states}
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, "kv_transfer_params": params}, timeout=120)
+        assert answer.is_success, answer.text
+    made = [record for record in client.find() if record.capture_id not in before]
+    assert made, "the README says that it does"
+    assert {(record.dataset, record.sample_id) for record in made} == {("", "")}
 
 
 def test_other_layers_than_asked_for_are_refused_before_anything_is_asked(
