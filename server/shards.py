@@ -23,6 +23,8 @@ __all__ = ["PIECE_BYTES", "Published", "ShardWriter", "is_regular", "reserve"]
 
 PIECE_BYTES = 1 << 20
 """Bytes of one write: after a pause, longer ones were measured at a third of the speed."""
+_READ_ONLY = 0o444
+# An export may be hard links to shards: whoever opens one of them to write there is told that it is read-only.
 _KEEP_SIZE = 1
 # What fallocate answers where room cannot be reserved; rows are written without it then.
 _NO_ROOM_AHEAD = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.ENODEV, errno.ESPIPE})
@@ -143,10 +145,10 @@ class Published(msgspec.Struct, frozen=True):
 def _create(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, _READ_ONLY)
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, _READ_ONLY)
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:

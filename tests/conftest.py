@@ -8,7 +8,7 @@ import pytest
 
 from tests.sidecar import SidecarThread, start_sidecar
 
-pytest_plugins = ["tests.needs"]
+pytest_plugins = ["tests.needs", "tests.engine.runners"]
 
 # Whatever a shell starts in the background ignores SIGINT, and so does all that it starts: tests of Ctrl-C would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,10 +22,10 @@ from hsconnector.formats import FORMATS, find_format
 from hsconnector.formats.check import ExportCheck
 from hsconnector.formats.draft_vocab import DraftVocabulary
 from hsconnector.formats.exporter import Exporter, FileOutcome, Link
-from hsconnector.formats.manifest import MANIFEST, Manifest, ManifestEntry, read_manifest
+from hsconnector.formats.manifest import MANIFEST, Manifest, foreign_files, read_manifest
 from hsconnector.formats.norm import NormKind
 from hsconnector.formats.prepare import ExportRequest, Prepared, prepare
-from hsconnector.prompts.labels import read_tokens
+from hsconnector.prompts.labels import DataRow, read_tokens
 from hsconnector.reference.model import ReferenceModel
 
 __all__ = ["export"]
@@ -74,11 +75,15 @@ def export(
     local: Annotated[bool, typer.Option(help="Open a sidecar's files directly where they lie on this host.")] = True,
     workers: Annotated[int, typer.Option(min=0, help="Samples written at a time; 0: one a processor, 8 at most.")] = 0,
     verify: Annotated[bool, typer.Option(help="Compare the checksum of each shard that is read.")] = True,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove earlier files of rows that the data set no longer has.")
+    ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Then compare the files with a Hugging Face forward pass.")
+        bool,
+        typer.Option("--check", help="Then compare the files with their hashes and a Hugging Face forward pass."),
     ] = False,
     check_samples: Annotated[
-        int, typer.Option(min=0, help="How many files --check compares, evenly spread; 0: all.")
+        int, typer.Option(min=0, help="How many files --check compares with Hugging Face, evenly spread; 0: all.")
     ] = 0,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Largest relative error for --check; 0: 1e-5 (f32), 1e-2 (f16), 2e-2 (bf16).")
@@ -86,8 +91,9 @@ def export(
 ) -> None:
     """Writes captures as the files that a trainer reads, and a manifest that says what they hold.
 
-    Rows are never shifted and never padded. A second run writes what is missing and nothing else. Samples that cannot
-    be exported are named, the rest goes on, and the exit code is 1.
+    Rows are never shifted and never padded. A second run writes what is missing or was changed, and nothing else.
+    Samples that cannot be exported, and files that belong to no row of the data set, are named, the rest goes on, and
+    the exit code is 1.
     """
     if not out:
         raise SettingsError("--out names the folder to fill")
@@ -101,7 +107,7 @@ def export(
         norm=norm,
         draft_vocab=draft_vocab,
     )
-    run = _Run(request=request, out=Path(out), link=link, workers=workers or _processors(), verify=verify)
+    run = _Run(request=request, out=Path(out), link=link, workers=workers or _processors(), verify=verify, prune=prune)
     with closing(open_source(source, local=local)) as captures:
         failed = run.export(captures)
     if check:
@@ -119,6 +125,7 @@ class _Run:
     link: Link
     workers: int
     verify: bool
+    prune: bool
     console: Console = field(default_factory=lambda: Console(stderr=True))
 
     def export(self, captures: Source) -> int:
@@ -136,8 +143,25 @@ class _Run:
             problems = [*assigned.problems, *(outcome for outcome in outcomes if outcome.problem)]
             self._summarise(outcomes, len(problems))
             self._name(problems)
+            stale = self._stale(exporter, prepared.rows)
             self._choose_tokens(exporter, prepared.vocab_size, outcomes)
-        return len(problems)
+        return len(problems) + stale
+
+    def _stale(self, exporter: Exporter, rows: Sequence[DataRow] | None) -> int:
+        """Files of rows that the data set no longer has: removed where that was asked for, else named and counted."""
+        stale = [] if rows is None else exporter.stale(rows)
+        if stale and self.prune:
+            for file in stale:
+                exporter.manifest.remove(file)
+            self._say(f"{len(stale)} files were removed that belong to no row of the data set")
+            return 0
+        if stale:
+            self._say(
+                f"{len(stale)} earlier files belong to no row of the data set, and a trainer may read them: give "
+                "another folder, or --prune to remove them"
+            )
+            self._name(stale)
+        return len(stale)
 
     def _choose_tokens(self, exporter: Exporter, vocab_size: int, outcomes: Sequence[FileOutcome]) -> None:
         """The draft vocabulary that was asked for, or a word where one that is there is of fewer or more files."""
@@ -166,21 +190,26 @@ class _Run:
             self._say("it is another than the one that was there: a drafter that began with that cannot go on with it")
 
     def check(self, samples: int, tolerance: float) -> int:
-        """Compares files with Hugging Face; the number of those that differ, which are named."""
+        """Compares files with their hashes and with Hugging Face; the number of those that differ, which are named."""
         description, entries = read_manifest(self.out)
         chosen = _spread(entries, samples)
         reference = ReferenceModel(self.request.model or description.model)
-        compared = ExportCheck(self.request.format, description, reference, tolerance).files(self.out, chosen)
+        compared = ExportCheck(self.request.format, description, reference, tolerance).files(self.out, entries, chosen)
         hidden = not self.console.is_terminal
-        files = list(track(compared, "comparing", len(chosen), console=self.console, transient=True, disable=hidden))
+        files = list(track(compared, "comparing", len(entries), console=self.console, transient=True, disable=hidden))
         wrong = [file for file in files if file.problem]
+        right = [file for file in files if not file.problem and file.file in chosen]
         largest = max((file.largest_relative for file in files), default=0.0)
         self._say(
-            f"{len(files) - len(wrong)} of {len(files)} files equal Hugging Face's pass of "
+            f"{len(right)} of {len(chosen)} files equal Hugging Face's pass of "
             f"{plain(reference.name)}; largest relative error {largest:.2g}"
         )
-        self._name(wrong)
-        return len(wrong)
+        unhashed = sum(not entry.file_hash for entry in entries.values())
+        if unhashed:
+            self._say(f"{unhashed} files were exported before a hash of each was kept: a changed byte may go unseen")
+        foreign = foreign_files(self.out, self.request.format.suffix, entries)
+        self._name([*wrong, *(f"{name}: is no file of this export, and a trainer may read it" for name in foreign)])
+        return len(wrong) + len(foreign)
 
     def _describe(self, prepared: Prepared) -> None:
         about, assigned = prepared.description, prepared.assignments
@@ -222,6 +251,16 @@ class _Run:
             f"{len(written)} files written ({readable_bytes(sum(written))}), {kept} were there, {problems} samples "
             f"could not be exported; {self.out / MANIFEST} lists the files"
         )
+        ways = Counter(outcome.way for outcome in outcomes if outcome.way)
+        if ways.keys() - {"made"}:
+            ways_said = ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
+            self._say(f"of the files written are {ways_said}; the store's shards are read-only, also through a link")
+        replaced = [outcome.assignment.file for outcome in outcomes if outcome.replaced]
+        if replaced:
+            self._say(f"{len(replaced)} of them had been changed since they were written before:")
+            self._name(replaced)
+        if remasked := sum(outcome.remasked for outcome in outcomes):
+            self._say(f"{remasked} rows of the data set, in which the trainer looks for masks, have others than before")
 
     def _name(self, problems: Sequence[object]) -> None:
         for problem in problems[:_SHOWN]:
@@ -233,11 +272,11 @@ class _Run:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _spread(entries: dict[str, ManifestEntry], samples: int) -> dict[str, ManifestEntry]:
+def _spread(entries: Iterable[str], samples: int) -> set[str]:
     names = list(entries)
     if samples and samples < len(names):
         names = [names[index * len(names) // samples] for index in range(samples)]
-    return {name: entries[name] for name in names}
+    return set(names)
 
 
 def _processors() -> int:

@@ -57,6 +57,8 @@ class Order:
     """Seconds before the second attempt; doubles with each further one."""
     quiet_s: float = 15.0
     """Seconds without an answer, beside some times the longest so far, after which an engine counts as hanging."""
+    accept_unknown_weights: bool = False
+    """Captures that do not say whose weights they are of, found by names, are taken as well."""
     away_s: float = 600.0
     """Seconds without a good answer of any engine after which the run ends."""
 
@@ -167,7 +169,7 @@ class Extraction:
                 random.shuffle(chunk)
 
     def _stored_meanwhile(self, ask: _Ask, records: list[CaptureRecord]) -> bool:
-        there = any(record.state is CaptureState.READY for record in records)
+        there = _is_ready(records)
         if there:
             self.ledger.stored_meanwhile += 1
             self.ledger.stored(ask.prompt)
@@ -197,12 +199,23 @@ class Extraction:
             else:
                 self.ledger.book.repeat(sample, first)
         found = await self._sidecar.lookup(list(prompts))
+        older = await self._of_unknown_weights({each: prompts[each] for each in prompts if not _is_ready(found[each])})
         asks = []
         for digest, prompt in prompts.items():
-            ask = await self._compare(prompt, digest, found[digest])
+            taken_by, records = older.get(digest) or (digest, found[digest])
+            ask = await self._compare(prompt, taken_by, records)
             asks += [ask] if ask else []
         self._changed()
         return asks
+
+    async def _of_unknown_weights(self, prompts: Mapping[str, Prompt]) -> dict[str, tuple[str, list[CaptureRecord]]]:
+        """By content hash, the hash and the ready captures of the same by names alone, where such are taken."""
+        if not (self._order.accept_unknown_weights and self._content.weights_id):
+            return {}
+        version_1 = self._content.version_1
+        by_names = {digest: version_1(pack_token_ids(prompt.token_ids)) for digest, prompt in prompts.items()}
+        found = await self._sidecar.lookup(list(by_names.values()))
+        return {digest: (old, found[old]) for digest, old in by_names.items() if _is_ready(found[old])}
 
     def _leave_out(self, sample: Missing) -> None:
         if isinstance(sample, Dropped):
@@ -213,7 +226,7 @@ class Extraction:
     async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
         """What is left to ask for a row with these captures: nothing where one is ready, or too many were unsound."""
         used_up = _used_up(records)
-        if any(record.state is CaptureState.READY for record in records):
+        if _is_ready(records):
             await self._keep_oldest(records)
             self.ledger.stored(prompt)
             self._note(prompt, digest, Fate.STORED, used_up)
@@ -300,7 +313,7 @@ class Extraction:
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         await self._await_leftovers(ask.prompt.sample_id)
         records = (await self._sidecar.lookup([ask.digest]))[ask.digest]
-        return any(record.state is CaptureState.READY for record in records)
+        return _is_ready(records)
 
     def _book(self, ask: _Ask) -> None:
         prompt = ask.prompt
@@ -344,7 +357,7 @@ class Extraction:
         """
         for piece in self.ledger.book.noted(_LOOKED_UP):
             for digest, records in (await self._sidecar.lookup(list(piece))).items():
-                if any(record.state is CaptureState.READY for record in records):
+                if _is_ready(records):
                     await self._keep_oldest(records)
                 elif not _used_up(records) - piece[digest].used_up:
                     self._lose(piece[digest], records)
@@ -381,3 +394,7 @@ def _used_up(records: Sequence[CaptureRecord]) -> frozenset[str]:
 def _first(group: BaseExceptionGroup[HSConnectorError]) -> HSConnectorError:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _is_ready(records: Iterable[CaptureRecord]) -> bool:
+    return any(record.state is CaptureState.READY for record in records)

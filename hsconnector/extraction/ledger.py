@@ -51,6 +51,8 @@ class Ledger:
     """Conversations asked for as they are rendered here, since their engine renders none."""
     of_another_day: int = 0
     """The same for conversations with the date of another day, where the engine would write today's."""
+    other_weights: int = 0
+    """Captures of the data set that are of other weights than the engine's, and were not there for this run."""
     with_capture: RowSet = field(default_factory=RowSet)
     book: Book = field(default_factory=Book, repr=False)
     waits: str = ""
@@ -126,6 +128,7 @@ class Ledger:
             "stored_meanwhile": self.stored_meanwhile,
             "thoughts_left_out": self.thoughts_left_out,
             "local_rendering": self.local + self.of_another_day,
+            "of_other_weights": self.other_weights,
         }
 
     def sentence(self) -> str:
@@ -146,6 +149,7 @@ class Ledger:
             "thoughts of earlier turns left out by the template": self.thoughts_left_out,
             "not compared with the engine's rendering": self.local,
             "not compared with the engine's rendering, which is of another day": self.of_another_day,
+            "stored captures left alone, as they are of other weights": self.other_weights,
         }
         return ", ".join([*parts, *(f"{count} {what}" for what, count in more.items() if count)])
 

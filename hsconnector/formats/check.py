@@ -1,21 +1,22 @@
-"""Exported files against a Hugging Face forward pass of the same tokens: every slot of every row.
+"""Exported files against what was written, and against a Hugging Face forward pass of the same tokens.
 
-A file passes where its tokens are those of the sample it claims to be, each of its states is within the tolerance of
-the layer it claims to hold, and its last layer stands on the claimed side of the final norm. What is compared is read
-from the file as the trainer reads it, not from the capture it was made of.
+A file passes where its bytes and its mask are those that the manifest has hashes of, its tokens are those of the sample
+it claims to be, each of its states is within the tolerance of the layer it claims to hold, and its last layer stands on
+the claimed side of the final norm. What is compared is read from the file as the trainer reads it, not from the capture
+it was made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hsconnector.errors import ShardError, StoreError
-from hsconnector.formats.manifest import Description, ManifestEntry
+from hsconnector.formats.manifest import ONES, Description, ManifestEntry, file_hash
 from hsconnector.formats.sample import Exported, Format
-from hsconnector.prompts.labels import token_hash
+from hsconnector.prompts.labels import mask_hash, token_hash
 from hsconnector.reference.comparison import DEFAULT_TOLERANCES, compare, explain
 from hsconnector.reference.model import ReferenceModel
 from hsconnector.reference.passes import compare_twice
@@ -65,20 +66,32 @@ class ExportCheck:
     tolerance: float = 0.0
     """Of one row and slot; 0: that of the export's dtype in `EXPORT_TOLERANCES`."""
 
-    def files(self, folder: Path, entries: Mapping[str, ManifestEntry]) -> Iterator[CheckedFile]:
-        """Every file, in the order of its entry; raises SettingsError where it is another model's export."""
+    def files(
+        self, folder: Path, entries: Mapping[str, ManifestEntry], compared: Container[str] | None = None
+    ) -> Iterator[CheckedFile]:
+        """Every file, in the order of its entry; `compared` are those whose states are compared, None for all.
+
+        Raises SettingsError where it is another model's export.
+        """
         about = self.description
         self.reference.refuse_foreign("the export", num_layers=about.num_layers, lora=about.lora)
         for entry in entries.values():
-            yield self._file(folder / entry.file, entry)
+            yield self._file(folder / entry.file, entry, compared is None or entry.file in compared)
 
-    def _file(self, path: Path, entry: ManifestEntry) -> CheckedFile:
+    def _file(self, path: Path, entry: ManifestEntry, compared: bool) -> CheckedFile:
         try:
-            exported = self.format.read(path)
-            problem = _tokens(exported, entry) or _shapes(exported, self.description)
-            return CheckedFile(path.name, problem) if problem else self._states(exported, path.name)
+            changed = "has other bytes than were written" if _changed(path, entry) else ""
+            if not changed and not compared:
+                return CheckedFile(path.name)
+            found = self._contents(path, entry)
         except (ShardError, StoreError) as error:
             return CheckedFile(path.name, str(error))
+        return replace(found, problem="; ".join(filter(None, [changed, found.problem])))
+
+    def _contents(self, path: Path, entry: ManifestEntry) -> CheckedFile:
+        exported = self.format.read(path)
+        problem = _tokens(exported, entry) or _mask(exported, entry) or _shapes(exported, self.description)
+        return CheckedFile(path.name, problem) if problem else self._states(exported, path.name)
 
     def _states(self, exported: Exported, name: str) -> CheckedFile:
         slots, token_ids = _slots(exported, self.description), exported.token_ids.tolist()
@@ -124,9 +137,24 @@ def _tokens(exported: Exported, entry: ManifestEntry) -> str:
         return f"holds {count} tokens of the {entry.num_tokens} of its sample"
     if token_hash(exported.token_ids.numpy().astype("<i8").tobytes()) != entry.token_hash:
         return "holds other tokens than its sample"
-    if exported.loss_mask is not None and list(exported.loss_mask.shape) != [count]:
-        return f"holds a loss mask of {list(exported.loss_mask.shape)} for {count} tokens"
     return ""
+
+
+def _mask(exported: Exported, entry: ManifestEntry) -> str:
+    mask, count = exported.loss_mask, len(exported.token_ids)
+    if mask is None:
+        return ""
+    if list(mask.shape) != [count]:
+        return f"holds a loss mask of {list(mask.shape)} for {count} tokens"
+    if entry.loss_mask == ONES and bool((mask == 1).all()):
+        return ""
+    if bool(((mask == 0) | (mask == 1)).all()) and entry.loss_mask == f"sha256:{mask_hash(mask.numpy())}":
+        return ""
+    return "holds another loss mask than its sample"
+
+
+def _changed(path: Path, entry: ManifestEntry) -> bool:
+    return bool(entry.file_hash) and file_hash(path) != entry.file_hash
 
 
 def _shapes(exported: Exported, description: Description) -> str:

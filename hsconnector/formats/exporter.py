@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -20,21 +21,24 @@ from hsconnector.client.sources import Source, View
 from hsconnector.errors import CaptureError, HSConnectorError, SettingsError, ShardError, StoreError
 from hsconnector.formats.assignment import Assignment, Problem
 from hsconnector.formats.draft_vocab import DraftVocabulary, Ids, count_tokens
-from hsconnector.formats.manifest import Manifest, ManifestEntry
+from hsconnector.formats.manifest import ONES, Manifest, ManifestEntry, file_hash
 from hsconnector.formats.norm import FinalNorm
 from hsconnector.formats.sample import Format, Layers, Sample
 from hsconnector.prompts.labels import DataRow, token_hash
 
 __all__ = ["Exporter", "FileOutcome", "Link"]
 
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
+_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+_NO_LINKS = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EROFS}
+)
 
 
 class Link(enum.StrEnum):
-    """How a shard that needs no change gets into the export."""
+    """How a shard that needs no change gets into the export. Shards are read-only, also through a link."""
 
     AUTO = "auto"
-    """A hard link where the file system allows it, else a copy."""
+    """A hard link where the file system and the shard's owner allow it, else a copy."""
     HARD = "hard"
     SYMBOLIC = "symlink"
     """Breaks when the sidecar's retention removes the shard."""
@@ -48,7 +52,13 @@ class FileOutcome:
     assignment: Assignment
     written: int = 0
     """Bytes."""
+    way: str = ""
+    """How: "hard-linked", "linked", "copied" or "made"."""
     kept: bool = False
+    replaced: bool = False
+    """Whether a file was there that was not as it had been written."""
+    remasked: bool = False
+    """Whether the data set's mask is another than when the file, which holds none, was written."""
     problem: str = ""
 
     def __str__(self) -> str:
@@ -86,14 +96,20 @@ class Exporter:
         try:
             existing = self.manifest.existing(assignment.file)
             if existing is not None:
-                return FileOutcome(assignment, kept=True, problem=self._conflict(assignment, existing))
-            return FileOutcome(assignment, written=self._write(assignment))
+                return self._keep(assignment, existing)
+            spoilt = os.path.exists(self.manifest.folder / assignment.file)
+            entry, way = self._write(assignment)
+            return FileOutcome(assignment, written=entry.bytes, way=way, replaced=spoilt)
         except (CaptureError, ShardError, StoreError) as error:
             return FileOutcome(assignment, problem=str(error))
         except _Refused as refused:
             return FileOutcome(assignment, problem=str(refused))
         except HSConnectorError as error:
             return FileOutcome(assignment, problem=f"{type(error).__name__}: {error}")
+
+    def stale(self, rows: Iterable[DataRow]) -> list[str]:
+        """Files in the folder that belong to none of all the rows of the data set, in which the trainer would look."""
+        return sorted(self.manifest.entries.keys() - {self.format.file_name(row.row, "") for row in rows})
 
     def rows_of_all_files(self, assignments: Iterable[Assignment]) -> dict[int, DataRow]:
         """The rows of the data set that the folder's files hold, by index.
@@ -126,17 +142,25 @@ class Exporter:
             self.manifest.publish_vocabulary(vocabulary, files)
             yield vocabulary, each not in there or there[each].files == hashes
 
-    def _conflict(self, assignment: Assignment, existing: ManifestEntry) -> str:
+    def _keep(self, assignment: Assignment, existing: ManifestEntry) -> FileOutcome:
+        mask = self._mask_name(assignment)
+        if problem := self._conflict(assignment, existing, mask):
+            return FileOutcome(assignment, kept=True, problem=problem)
+        if existing.loss_mask != mask:
+            self.manifest.note_mask(assignment.file, mask)
+        return FileOutcome(assignment, kept=True, remasked=existing.loss_mask not in ("", mask))
+
+    def _conflict(self, assignment: Assignment, existing: ManifestEntry, mask: str) -> str:
         if existing.content_hash != assignment.record.content_hash:
             return (
                 f"{assignment.file} is already there, from other tokens (capture {existing.capture_id}, not "
                 f"{assignment.record.capture_id}): is it another data set? Give another folder, or remove the file"
             )
-        if existing.loss_mask != self._mask_name(assignment):
+        if self.format.has_mask and existing.loss_mask != mask:
             return f"{assignment.file} is already there with another loss mask: give another folder, or remove the file"
         return ""
 
-    def _write(self, assignment: Assignment) -> int:
+    def _write(self, assignment: Assignment) -> tuple[ManifestEntry, str]:
         capture = self.source.open(assignment.record, View(layers=self.layers.ids, verify=self.verify))
         ids_hash = self._checked(assignment, capture)
         sample = Sample(capture, self.layers, self._loss_mask(assignment, capture), self.norm)
@@ -144,14 +168,15 @@ class Exporter:
             raise _Refused(reason)
         temporary = self.manifest.temporary(assignment.file)
         try:
-            if not self._linked(assignment, temporary):
+            way = self._linked(assignment, temporary)
+            if not way:
                 self.format.write(sample, temporary)
-            entry = self._entry(assignment, ids_hash, temporary.stat().st_size)
+            entry = self._entry(assignment, ids_hash, temporary)
             self.manifest.publish(entry, temporary)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise StoreError(f"cannot write {assignment.file}: {error.strerror or error}") from error
-        return entry.bytes
+        return entry, way or "made"
 
     def _checked(self, assignment: Assignment, capture: Capture) -> str:
         """The hash of the capture's tokens, which are those of its row; raises _Refused."""
@@ -175,25 +200,29 @@ class Exporter:
         return torch.from_numpy(assignment.data.loss_mask)
 
     def _mask_name(self, assignment: Assignment) -> str:
-        if not self.format.has_mask:
-            return ""
-        return "ones" if assignment.data is None else f"sha256:{assignment.data.mask_hash}"
+        if assignment.data is None:
+            return ONES if self.format.has_mask else ""
+        return f"sha256:{assignment.data.mask_hash}"
 
-    def _linked(self, assignment: Assignment, temporary: Path) -> bool:
-        """Whether the shard itself could be put there: the format is the shard, and no layer is left out."""
+    def _linked(self, assignment: Assignment, temporary: Path) -> str:
+        """How the shard itself was put there, where the format is the shard and no layer is left out; else nothing."""
         path = self.source.path(assignment.record)
         if path is None or not self.format.is_shard or assignment.record.layer_ids != self.layers.ids:
-            return False
+            return ""
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         if self.link is Link.SYMBOLIC:
+            _protect(path)
             temporary.symlink_to(path.absolute())
-        elif self.link is Link.COPY or not self._hard_linked(path, temporary):
-            shutil.copyfile(path, temporary)
-        return True
+            return "linked"
+        if self.link is not Link.COPY and self._hard_linked(path, temporary):
+            return "hard-linked"
+        shutil.copyfile(path, temporary)
+        return "copied"
 
     def _hard_linked(self, path: Path, temporary: Path) -> bool:
         try:
+            _protect(path)
             os.link(path, temporary)
         except OSError as error:
             if self.link is Link.AUTO and error.errno in _NO_LINKS:
@@ -201,8 +230,8 @@ class Exporter:
             raise
         return True
 
-    def _entry(self, assignment: Assignment, ids_hash: str, size: int) -> ManifestEntry:
-        record = assignment.record
+    def _entry(self, assignment: Assignment, ids_hash: str, temporary: Path) -> ManifestEntry:
+        record, status = assignment.record, temporary.stat()
         return ManifestEntry(
             file=assignment.file,
             row=assignment.row,
@@ -214,8 +243,21 @@ class Exporter:
             data_hash=record.data_hash,
             token_hash=ids_hash,
             loss_mask=self._mask_name(assignment),
-            bytes=size,
+            bytes=status.st_size,
+            file_hash=file_hash(temporary),
+            mtime_ns=status.st_mtime_ns,
         )
+
+
+def _protect(path: Path) -> None:
+    """Takes the right to write from a shard of a sidecar that did not yet make them read-only; raises OSError."""
+    mode = path.stat().st_mode
+    if mode & _WRITABLE:
+        try:
+            path.chmod(mode & ~_WRITABLE)
+        except OSError as error:
+            reason = f"its shard {path} can be written to, which only its owner can change: take --link copy"
+            raise OSError(error.errno, reason) from error
 
 
 class _Refused(Exception):

@@ -12,20 +12,33 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
+from hsconnector.capture.header import data_hasher
 from hsconnector.errors import SettingsError, StoreError
 from hsconnector.formats.draft_vocab import DraftVocabulary
 
-__all__ = ["MANIFEST", "Description", "Manifest", "ManifestEntry", "read_manifest"]
+__all__ = [
+    "MANIFEST",
+    "ONES",
+    "Description",
+    "Manifest",
+    "ManifestEntry",
+    "file_hash",
+    "foreign_files",
+    "read_manifest",
+]
 
 MANIFEST = "manifest.json"
 _JOURNAL = "manifest.part"
 _TEMPORARY = ".part"
+ONES = "ones"
+"""A loss mask in which every token counts."""
+_PIECE = 1 << 20
 _TELLING = (
     "export",
     "format",
@@ -82,8 +95,12 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
     token_hash: str
     """SHA-256 of the token ids, int64 little-endian."""
     loss_mask: str = ""
-    """ "ones", "sha256:…" of the data set's mask, or empty where the files hold none."""
+    """ "ones", "sha256:…" of the data set's mask, or empty where there is neither."""
     bytes: int
+    file_hash: str = ""
+    """ "xxh3:…", XXH3-128 of the whole file; empty in manifests that were written before there was one."""
+    mtime_ns: int = 0
+    """The file's modification time as it was left."""
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -126,15 +143,19 @@ class Manifest:
             return dict(self._entries)
 
     def existing(self, file: str) -> ManifestEntry | None:
-        """The entry of a file that is there and whole."""
+        """The entry of a file that is there as it was written; its bytes are only read where its time is another."""
         entry = self._entries.get(file)
         if entry is None:
             return None
         try:
-            size = (self.folder / file).stat().st_size
+            status = (self.folder / file).stat()
         except OSError:
             return None
-        return entry if size == entry.bytes else None
+        if status.st_size != entry.bytes or status.st_mtime_ns == entry.mtime_ns or not entry.file_hash:
+            return entry if status.st_size == entry.bytes else None
+        if file_hash(self.folder / file) != entry.file_hash:
+            return None
+        return self._noted(msgspec.structs.replace(entry, mtime_ns=status.st_mtime_ns))
 
     def publish(self, entry: ManifestEntry, temporary: Path) -> None:
         """Gives a finished temporary file its name; raises StoreError."""
@@ -148,6 +169,19 @@ class Manifest:
             os.rename(temporary, final)
         except OSError as error:
             raise StoreError(f"cannot write {final}: {error.strerror or error}") from error
+
+    def note_mask(self, file: str, loss_mask: str) -> None:
+        """The data set has another mask for a file that holds none."""
+        self._noted(msgspec.structs.replace(self._entries[file], loss_mask=loss_mask))
+
+    def remove(self, file: str) -> None:
+        """Deletes a file of this export; raises StoreError."""
+        try:
+            (self.folder / file).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot remove {self.folder / file}: {error.strerror or error}") from error
+        with self._lock:
+            del self._entries[file]
 
     @property
     def vocabularies(self) -> dict[int, DraftVocabulary]:
@@ -186,12 +220,13 @@ class Manifest:
         # A symbolic link to a shard that has gone does not "exist", and this command made it all the same.
         return {name: entry for name, entry in entries.items() if os.path.lexists(self.folder / name)}
 
+    def _noted(self, entry: ManifestEntry) -> ManifestEntry:
+        with self._lock:
+            self._entries[entry.file] = entry
+        return entry
+
     def _refuse_strangers(self, suffix: str) -> None:
-        strangers = [
-            path.name
-            for path in sorted(self.folder.iterdir())
-            if path.suffix == suffix and not path.name.startswith(".") and path.name not in self._entries
-        ]
+        strangers = foreign_files(self.folder, suffix, self._entries)
         if strangers:
             raise SettingsError(
                 f"{self.folder} holds {len(strangers)} {suffix} files that no export of this command wrote "
@@ -209,6 +244,24 @@ class Manifest:
         vocabularies = sorted(self._vocabularies.values(), key=lambda each: each.size)
         value = msgspec.to_builtins(_Written(self.description, tuple(ordered), tuple(vocabularies)))
         return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
+
+
+def file_hash(path: Path) -> str:
+    """Of all bytes of a file, as a manifest keeps it; raises StoreError."""
+    hasher = data_hasher()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                hasher.update(piece)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    return f"xxh3:{hasher.hexdigest()}"
+
+
+def foreign_files(folder: Path, suffix: str, entries: Container[str]) -> list[str]:
+    """Files that a trainer would take for the export's and that no entry names; SpecForge's reader walks subfolders."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob(f"*{suffix}") if not path.name.startswith("."))
+    return sorted(name for name in found if name not in entries)
 
 
 def read_manifest(folder: Path) -> tuple[Description, dict[str, ManifestEntry]]:

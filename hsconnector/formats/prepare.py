@@ -48,6 +48,8 @@ class Prepared:
     layers: Layers
     norm: FinalNorm | None
     assignments: Assignments
+    rows: tuple[DataRow, ...] | None
+    """Of the whole data set; None where there is none, or only a part of it was asked for."""
     masked: bool
     """Whether the loss masks are a data set's; else every token counts."""
     vocab_size: int = 0
@@ -67,7 +69,15 @@ def prepare(request: ExportRequest, source: Source) -> Prepared:
     found = assign(request.format, listing, rows)
     unknown = tuple(Problem(name, f"is not known in {source.name}") for name in _unknown(request.ids, listing))
     assignments = replace(found, problems=(*found.problems, *unknown))
-    return Prepared(_description(request.format, first, layers, norm), layers, norm, assignments, masked, vocab_size)
+    return Prepared(
+        description=_description(request.format, first, layers, norm),
+        layers=layers,
+        norm=norm,
+        assignments=assignments,
+        rows=None if rows is None or request.ids else tuple(rows),
+        masked=masked,
+        vocab_size=vocab_size,
+    )
 
 
 def _nothing(listing: Listing, name: str) -> str:

@@ -20,7 +20,7 @@ from hsconnector.prompts.files import open_rows
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
 from hsconnector.prompts.row import Row, RowRefused
 
-__all__ = ["DataRow", "read_rows", "read_tokens", "token_hash"]
+__all__ = ["DataRow", "mask_hash", "read_rows", "read_tokens", "token_hash"]
 
 
 _Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -47,8 +47,8 @@ class DataRow:
 
     @property
     def mask_hash(self) -> str:
-        """Tells two masks apart."""
-        return hashlib.sha256(self.packed_mask).hexdigest()
+        """What `mask_hash` gives of it."""
+        return _bits_hash(self.packed_mask)
 
 
 def read_rows(path: Path, content_hash: Callable[[bytes], str]) -> tuple[list[DataRow], bool]:
@@ -92,6 +92,15 @@ def read_tokens(path: Path, rows: Mapping[int, DataRow]) -> Iterator[tuple[_Ids,
 def token_hash(token_ids: bytes) -> str:
     """SHA-256 (hex) of int64 little-endian token ids."""
     return hashlib.sha256(token_ids).hexdigest()
+
+
+def mask_hash(loss_mask: Any) -> str:
+    """SHA-256 (hex) of a mask `[T]` of 0 and 1, eight tokens to a byte, the first in the highest bit."""
+    return _bits_hash(np.packbits(np.asarray(loss_mask, np.uint8)).tobytes())
+
+
+def _bits_hash(packed_mask: bytes) -> str:
+    return hashlib.sha256(packed_mask).hexdigest()
 
 
 def _data_row(row: Row, index: int, content_hash: Callable[[bytes], str]) -> DataRow:

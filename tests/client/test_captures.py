@@ -29,6 +29,7 @@ from hsconnector.errors import (
 )
 from tests.feeding import Feeder
 from tests.proxy import Proxy
+from tests.shards import overwrite
 from tests.sidecar import SidecarThread, start_sidecar
 
 LAYERS = (0, 2, 5)
@@ -148,7 +149,7 @@ def test_damage_is_found_by_the_checksum(client: Client, feeder: Feeder) -> None
     path = Path(client.record(capture_id).path or "")
     body = bytearray(path.read_bytes())
     body[-100] ^= 1
-    path.write_bytes(body)
+    overwrite(path, body)
     with pytest.raises(ShardError, match="is damaged"):
         client.fetch(capture_id)
     assert len(client.fetch(capture_id, verify=False).token_ids) == 5

@@ -15,6 +15,7 @@ from hsconnector.dataset import CaptureDataset
 from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, SidecarUnreachable
 from tests.dataset.conftest import HIDDEN, LAYERS, feed, states_of, tokens_of
 from tests.feeding import Feeder
+from tests.shards import overwrite
 from tests.sidecar import SidecarThread
 
 
@@ -153,7 +154,7 @@ def test_a_damaged_copy_is_left_for_a_good_one(sidecar: SidecarThread, other: Si
     path = sidecar.app.store.shard(name)
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
-    path.write_bytes(data)
+    overwrite(path, data)
     assert same(CaptureDataset([sidecar.url, other.url])[0], 4)
 
 

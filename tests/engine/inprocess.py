@@ -20,6 +20,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tests.engine.runners import require_runner
+
 __all__ = ["Engine", "Result", "started", "tokens"]
 
 ENVIRONMENT = {
@@ -156,6 +158,7 @@ def started(model: Path, *, asynchronous: bool = False, extract: bool = True, **
         mock.patch.object(type(current_platform), "check_and_update_config", staticmethod(keep_asynchronous)),
     ):
         engine = Engine(LLMEngine.from_engine_args(EngineArgs(**(arguments | options))))
+        require_runner(engine.llm.vllm_config)
         _count_preemptions(engine)
         try:
             yield engine

@@ -20,7 +20,7 @@ from hsconnector.errors import SidecarUnreachable
 from tests.engine.inprocess import Engine, Result, started, tokens
 from tests.sidecar import SidecarProcess, start_sidecar_process, wait_until_ready
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners, pytest.mark.timeout(600)]
 
 STALL_S = 3.0
 PROMPTS = [tokens(n, seed=400 + n) for n in (40, 200, 600)]

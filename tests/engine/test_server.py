@@ -15,12 +15,13 @@ from hsconnector.capture.record import CaptureRecord
 from hsconnector.client import Client
 from hsconnector.errors import CaptureFailed
 from tests.engine.inprocess import tokens
+from tests.engine.runners import V2
 from tests.engine.server import ApiServer
 from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS
 from tests.sidecar import SidecarThread, start_sidecar
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners, pytest.mark.timeout(900)]
 
 HEARTBEAT_S = 3.0
 
@@ -40,6 +41,7 @@ def server(
 ) -> Iterator[ApiServer]:
     connector = {"sidecar": f"unix://{sidecar.settings.uds}", "public_url": sidecar.url}
     running = ApiServer(models["qwen3"], tmp_path_factory.mktemp("server") / "log", connector=connector)
+    assert ("Using V2 Model Runner" in running.log()) is bool(V2)
     yield running
     running.stop()
 

@@ -12,7 +12,7 @@ from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS
 from tests.sidecar import SidecarThread
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])

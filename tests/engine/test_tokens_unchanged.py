@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.inprocess import started, tokens
 from tests.sidecar import SidecarThread
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners, pytest.mark.timeout(600)]
 
 PROMPTS = [tokens(n, seed=100 + n) for n in (1, 33, 128, 300)]
 

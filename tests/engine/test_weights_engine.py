@@ -19,7 +19,7 @@ from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS, tiny_qwen3
 from tests.sidecar import SidecarThread
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners, pytest.mark.timeout(900)]
 
 SHARED = tokens(300, seed=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.formats import FORMATS, find_format
 from hsconnector.formats.check import EXPORT_TOLERANCES, CheckedFile, ExportCheck
-from hsconnector.formats.manifest import read_manifest
+from hsconnector.formats.manifest import file_hash, read_manifest
 from hsconnector.formats.norm import load_norm
 from hsconnector.formats.sample import Sample
 from hsconnector.reference.model import ReferenceModel
@@ -124,6 +125,52 @@ def test_a_last_layer_before_the_norm_or_normed_twice_fails_where_it_should_be_a
     assert "row 0, layer 6" in wrong.problem
 
 
+WITH_MASK = [name for name, format in FORMATS.items() if format.has_mask]
+
+
+@pytest.mark.parametrize("format", WITH_MASK)
+@pytest.mark.parametrize("hashed", [True, False])
+def test_an_inverted_mask_fails(format: str, hashed: bool, captured: Captured, tmp_path: Path) -> None:
+    """Also in an export that has no hash of the file."""
+    shutil.copytree(exported_once(format, captured), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / file_of(tmp_path)
+    tensors = torch.load(path)
+    tensors["loss_mask"] = 1 - tensors["loss_mask"]
+    torch.save(tensors, path)
+    if not hashed:
+        forget_hashes(tmp_path)
+    (wrong,) = check(format, captured, tmp_path)
+    assert "holds another loss mask than its sample" in wrong.problem
+    assert ("other bytes than were written" in wrong.problem) is hashed
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_lowest_bit_of_one_value_fails(format: str, captured: Captured, tmp_path: Path) -> None:
+    """No forward pass can see it; the hash of the file does, for files that are not compared with the model, too."""
+    shutil.copytree(exported_once(format, captured), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / file_of(tmp_path)
+    data = bytearray(path.read_bytes())
+    states = captured_states(captured.model, captured.rows.token_ids[ROW], LAYERS[:1], captured.dtype)
+    at = data.find(states[0].flatten()[:16].view(torch.uint8).numpy().tobytes())
+    assert at > 0
+    data[at] ^= 1
+    path.write_bytes(data)
+    (wrong,) = check(format, captured, tmp_path)
+    assert "has other bytes than were written" in wrong.problem or "is damaged: its data hash" in wrong.problem
+    code, said = export(
+        captured.url, "-f", format, "-o", tmp_path, "--data", captured.data, "--check", "--check-samples", "1"
+    )
+    assert code == 0 and "1 of them had been changed since they were written before" in said, said
+
+
+def forget_hashes(out: Path) -> None:
+    """Makes the manifest one of the time before files had hashes."""
+    manifest = json.loads((out / "manifest.json").read_text())
+    for entry in manifest["files"]:
+        del entry["file_hash"], entry["mtime_ns"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_cut_short_fails(format: str, captured: Captured, tmp_path: Path) -> None:
     shutil.copytree(exported_once(format, captured), tmp_path, dirs_exist_ok=True)
@@ -140,6 +187,11 @@ def test_the_command_names_the_file_and_exits_1(captured: Captured, tmp_path: Pa
     tensors["hidden_states"] = tensors["hidden_states"].roll(1, 1)
     with path.open("wb") as file:
         torch.save(tensors, file)
+    about = json.loads((tmp_path / "manifest.json").read_text())
+    for entry in about["files"]:
+        if entry["file"] == path.name:
+            entry |= {"file_hash": file_hash(path), "mtime_ns": path.stat().st_mtime_ns}
+    (tmp_path / "manifest.json").write_text(json.dumps(about))
     code, said = export(captured.url, "-f", "specforge-dflash", "-o", tmp_path, "--data", captured.data, "--check")
     assert code == 1 and f"{ROWS - 1} of {ROWS} files equal" in said and f"{path.name}: differs first in row 0" in said
 
@@ -178,7 +230,7 @@ def spoilt(format: str, spoil: Spoil, captured: Captured, out: Path, norm: Any =
     capture = spoil(capture, captured)
     layers = chosen.choose(LAYERS, NUM_LAYERS)
     states = capture.hidden_states[:, : len(layers.ids)]
-    mask = torch.ones(len(capture.token_ids), dtype=torch.int64)
+    mask = torch.tensor(captured.rows.masks[ROW][: len(capture.token_ids)])
     path = out / file_of(out)
     path.unlink()
     sample = Sample(replaced(capture, hidden_states=states), layers, mask, norm or load_norm(captured.model))

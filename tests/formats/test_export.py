@@ -28,7 +28,7 @@ from tests.formats.conftest import ROWS, Captured
 from tests.formats.running import export
 from tests.formats.samples import LAYERS, feed, make_rows
 from tests.models import NUM_LAYERS, random_token_ids
-from tests.shards import write_shard
+from tests.shards import overwrite, write_shard
 from tests.sidecar import SidecarThread
 
 
@@ -172,7 +172,7 @@ def test_bad_samples_are_named_and_the_rest_goes_on(model: Path, sidecar: Sideca
     damaged = next(path for path in shards if open_header(path).metadata["sample_id"] == "0")
     body = bytearray(damaged.read_bytes())
     body[-1000:-900] = bytes(100)
-    damaged.write_bytes(body)
+    overwrite(damaged, body)
     code, said = export(
         sidecar.url, "-f", "speculators", "-o", tmp_path / "out", "--data", rows.write_lines(tmp_path / "d.jsonl")
     )
@@ -245,7 +245,7 @@ def test_selection_by_data_set_and_by_id(model: Path, sidecar: SidecarThread, tm
     code, said = export(sidecar.url, "-f", "speculators", "-o", tmp_path / "all")
     assert code == 2 and "data sets 'a' and 'b' share row 0: choose with --dataset" in said
     for source in (sidecar.url, sidecar.store):
-        out = tmp_path / ("url" if source == sidecar.url else "store")
+        out = tmp_path / ("of-url" if source == sidecar.url else "of-store")
         assert export(source, "-f", "speculators", "-o", out, "--dataset", "a")[0] == 0
         assert {entry["capture_id"] for entry in manifest(out)["files"]} == set(ids)
         code, said = export(source, "-f", "speculators", "-o", out / "one", "--id", ids[2], "--id", "no-such")
@@ -317,6 +317,76 @@ def test_an_existing_file_of_other_tokens_is_not_replaced(captured: Captured, tm
     code, said = export(captured.url, "-f", "specforge-dflash", "-o", tmp_path)
     assert code == 1 and "is already there with another loss mask" in said
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("format", ["speculators", "specforge-dflash"])
+def test_a_changed_file_is_written_anew_and_named(format: str, captured: Captured, tmp_path: Path) -> None:
+    """A flipped bit leaves the size as it was; a file that was only touched stays."""
+    command = (captured.url, "-f", format, "-o", tmp_path, "--data", captured.data, "--link", "copy")
+    export(*command)
+    names = [entry["file"] for entry in manifest(tmp_path)["files"]]
+    whole = (tmp_path / names[2]).read_bytes()
+    (tmp_path / names[2]).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    os.utime(tmp_path / names[4], (1, 1))
+    code, said = export(*command)
+    assert code == 0 and "1 files written" in said and f"{ROWS - 1} were there" in said
+    assert f"1 of them had been changed since they were written before:\n{names[2]}" in said
+    assert (tmp_path / names[2]).read_bytes() == whole
+    assert "had been changed" not in export(*command)[1]
+
+
+def test_files_that_a_shrunk_data_set_leaves_are_named_and_pruned(captured: Captured, tmp_path: Path) -> None:
+    """SpecForge's reader takes every file it finds."""
+    command = (captured.url, "-f", "specforge-dflash", "-o", tmp_path / "out", "--data")
+    export(*command, captured.data)
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(captured.data.read_text().splitlines(keepends=True)[:-2]))
+    code, said = export(*command, fewer)
+    assert code == 1 and "2 earlier files belong to no row of the data set" in said
+    assert "row_00000004.ckpt" in said and "row_00000005.ckpt" in said and "row_00000003.ckpt" not in said
+    assert export(*command, captured.data, "--id", "1")[0] == 0
+    code, said = export(*command, fewer, "--prune")
+    assert code == 0 and "2 files were removed" in said
+    assert len(list((tmp_path / "out").glob("*.ckpt"))) == ROWS - 2 == len(manifest(tmp_path / "out")["files"])
+
+
+def test_a_foreign_file_is_found_in_a_subfolder_and_by_the_check(captured: Captured, tmp_path: Path) -> None:
+    """SpecForge's reader walks into subfolders."""
+    command = (captured.url, "-f", "specforge-dflash", "-o", tmp_path / "out", "--data", captured.data)
+    export(*command)
+    (tmp_path / "out" / "old").mkdir()
+    shutil.copy(tmp_path / "out" / "row_00000000.ckpt", tmp_path / "out" / "old" / "row_00000000.ckpt")
+    code, said = export(*command)
+    assert code == 2 and "holds 1 .ckpt files that no export of this command wrote" in said
+    assert "old/row_00000000.ckpt" in said
+
+
+@pytest.mark.parametrize("link", ["auto", "hard", "symlink", "copy"])
+def test_the_stores_shards_cannot_be_written_through_an_export(link: str, captured: Captured, tmp_path: Path) -> None:
+    """Shards are read-only files, those that an earlier sidecar left writable too; a copy is the user's own."""
+    shards = sorted((captured.store / "captures").rglob("*.safetensors"))
+    assert all(path.stat().st_mode & 0o777 == 0o444 & ~0o022 for path in shards)
+    shards[0].chmod(0o644)
+    code, said = export(captured.url, "-f", "speculators", "-o", tmp_path, "--link", link)
+    way = {"auto": "hard-linked", "hard": "hard-linked", "symlink": "linked", "copy": "copied"}[link]
+    assert code == 0 and f"of the files written are {ROWS} {way}" in said
+    modes = {path.stat().st_mode & 0o222 for path in tmp_path.glob("*.safetensors")}
+    assert modes == ({0o200} if link == "copy" else {0})
+    shards[0].chmod(0o444)
+
+
+def test_masks_that_changed_in_the_data_set_are_said_where_the_trainer_reads_them(
+    captured: Captured, tmp_path: Path
+) -> None:
+    command = (captured.url, "-f", "speculators", "-o", tmp_path / "out", "--data")
+    export(*command, captured.data)
+    rows = [json.loads(line) for line in captured.data.read_text().splitlines()]
+    rows[3]["loss_mask"] = [1 - each for each in rows[3]["loss_mask"]]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = export(*command, other)
+    assert code == 0 and "1 rows of the data set, in which the trainer looks for masks, have others than before" in said
+    assert "have others than before" not in export(*command, other)[1]
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:

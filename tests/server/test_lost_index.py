@@ -12,6 +12,7 @@ import pytest
 from hsconnector.errors import StoreError
 from tests.server.engine import Engine, rows_of
 from tests.server.stores import fill, lend, listing, main_ends, shard
+from tests.shards import overwrite
 from tests.sidecar import start_sidecar
 
 
@@ -108,7 +109,7 @@ def test_reindex(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = path.stat()
     data = bytearray(path.read_bytes())
     data[-500] ^= 1
-    path.write_bytes(data)
+    overwrite(path, data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     running = start_sidecar(store)
     assert listing(running) == {name: "ready", good: "ready"}

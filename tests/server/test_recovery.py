@@ -18,6 +18,7 @@ from hsconnector.errors import StoreError
 from server import recovery
 from tests.server.engine import Engine, metric, rows_of, until
 from tests.server.stores import fill, lend, listing, main_ends, shard
+from tests.shards import overwrite
 from tests.sidecar import start_sidecar
 
 
@@ -69,7 +70,7 @@ def test_damaged_shards_are_never_ready(store: Path, known: bool) -> None:
     damaged = dict(zip(names, HOSTILE, strict=True))
     for name, damage in damaged.items():
         whole = shard(store, name).read_bytes()
-        shard(store, name).write_bytes(HOSTILE[damage](whole))
+        overwrite(shard(store, name), HOSTILE[damage](whole))
         assert shard(store, name).read_bytes() != whole, damage
     if not known:
         for file in store.glob("catalog.sqlite*"):
@@ -325,7 +326,7 @@ def test_what_cannot_be_moved_or_removed_ends_no_start(
 ) -> None:
     """Shards on another file system than the store, a folder named like a part, a file in the place of a folder."""
     name, bad = fill(store, 2)
-    shard(store, bad).write_bytes(b"no shard")
+    overwrite(shard(store, bad), b"no shard")
     rename = Path.rename
 
     def across(path: Path, target: Path) -> Path:
