@@ -63,6 +63,7 @@ class FakeEngine:
         fault: Callable[[int, str], str] = lambda number, sample: "",
         key: str = "",
         port: int = 0,
+        weights_id: str = "",
     ) -> None:
         self.fault = fault
         self.point: Callable[[], None] = lambda: None
@@ -81,8 +82,18 @@ class FakeEngine:
         self._layers = layer_ids
         self._lock = threading.Lock()
         self._feeder = Feeder(
-            sidecar_url, layer_ids=layer_ids, hidden_size=HIDDEN, num_layers=NUM_LAYERS, model=model, key=key
+            sidecar_url,
+            layer_ids=layer_ids,
+            hidden_size=HIDDEN,
+            num_layers=NUM_LAYERS,
+            model=model,
+            key=key,
+            weights_id=weights_id,
         )
+        self.changed_weights = ""
+        """Whose weights its captures are of, where not those of its start."""
+        self.adapters: dict[str, str] = {}
+        """The weights ids of adapters that requests may name as their model."""
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
@@ -107,6 +118,10 @@ class FakeEngine:
         self._thread.join()
         self._socket.close()
         self._feeder.__exit__()
+
+    def end_stream(self) -> None:
+        """The engine is gone, and says so."""
+        self._feeder.close_stream()
 
     def cut(self) -> None:
         """The client of all requests that run is gone."""
@@ -149,7 +164,8 @@ class FakeEngine:
         with self._lock:
             number = len(self.asked)
             asked = body["kv_transfer_params"]["hidden_states"]
-            self.asked.append(asked["sample_id"])
+            self.asked.append(asked.get("sample_id", ""))
+            asked = {**asked, "lora": body["model"] if body["model"] in self.adapters else ""}
             self.bodies.append(body)
             self.running += 1
         try:
@@ -160,7 +176,7 @@ class FakeEngine:
 
     def _complete(self, number: int, token_ids: list[int], asked: dict[str, Any], born: int) -> Response:
         self.point()
-        fault = self.fault(number, asked["sample_id"])
+        fault = self.fault(number, asked.get("sample_id", ""))
         if fault in ("busy", "refused", "key"):
             status = {"busy": 503, "refused": 400, "key": 401}[fault]
             return _error(status, f"made up: {fault}")
@@ -179,7 +195,10 @@ class FakeEngine:
 
     def open(self, capture_id: str, token_ids: list[int], asked: dict[str, Any], born: int) -> bool:
         """Begins a capture, unless the client is gone."""
-        about = {name: asked[name] for name in ("dataset", "sample_id", "tags", "expected_content_hash")}
+        names = ("dataset", "sample_id", "tags", "expected_content_hash", "lora")
+        about = {name: asked[name] for name in names if name in asked}
+        about["weights_id"] = self.changed_weights
+        about["lora_weights_id"] = self.adapters.get(about.get("lora", ""), "")
         with self._lock:
             if self.cuts != born:
                 return False
