@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from hsconnector.layout.specs import (
@@ -34,9 +36,9 @@ def spec_from_vllm(spec: Any) -> Spec:
     for cls in type(spec).__mro__:
         if cls.__name__ in _APART:
             break
-        translate = _TRANSLATIONS.get(cls.__name__)
-        if translate is not None:
-            return translate(spec)
+        kind = _KINDS.get(cls.__name__)
+        if kind is not None:
+            return _composite(spec) if kind is Composite else _same_fields(kind, spec)
     return Other(
         class_name=type(spec).__name__,
         block_size=spec.block_size,
@@ -50,101 +52,14 @@ def groups_from_vllm(groups: Any) -> tuple[Group, ...]:
     return tuple(Group(tuple(group.layer_names), spec_from_vllm(group.kv_cache_spec)) for group in groups)
 
 
-def _common(spec: Any) -> dict[str, Any]:
-    alignment = getattr(spec, "block_stride_alignment", None)
-    base = getattr(alignment, "base", None)
-    return {
-        "block_size": spec.block_size,
-        "block_stride_alignment": alignment if base is None else KernelBlocks(base),
-    }
-
-
-def _attention(spec: Any) -> dict[str, Any]:
-    return _common(spec) | {
-        "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
-        "head_size_v": spec.head_size_v,
-        "dtype": _dtype(spec.dtype),
-        "quant_mode": _enum(getattr(spec, "kv_quant_mode", "none")),
-        "page_size_padded": spec.page_size_padded,
-        "num_head_slots": getattr(spec, "num_head_slots", None),
-        "state_content_bytes": getattr(spec, "state_content_bytes", None),
-        "tokens_per_state": getattr(spec, "tokens_per_state", 1),
-        "dcp_sharded": getattr(spec, "dcp_sharded", True),
-        "max_tp_shards": getattr(spec, "max_tp_shards", None),
-    }
-
-
-def _full(spec: Any) -> FullAttention:
-    return FullAttention(**_full_fields(spec))
-
-
-def _full_fields(spec: Any) -> dict[str, Any]:
-    return _attention(spec) | {
-        "sliding_window": spec.sliding_window,
-        "attention_chunk_size": spec.attention_chunk_size,
-        "non_causal": getattr(spec, "non_causal", False),
-    }
-
-
-def _mla_fields(spec: Any) -> dict[str, Any]:
-    return _full_fields(spec) | {
-        "cache_dtype": spec.cache_dtype_str,
-        "alignment": getattr(spec, "alignment", None),
-        "model_version": getattr(spec, "model_version", None),
-        "cache_role": _enum(getattr(spec, "cache_role", "sparse")),
-        "is_index_group_leader": getattr(spec, "is_index_group_leader", False),
-        "non_causal_multi_token_decode": getattr(spec, "non_causal_multi_token_decode", False),
-    }
-
-
-def _mla(spec: Any) -> MLA:
-    return MLA(**_mla_fields(spec))
-
-
-def _hidden(spec: Any) -> HiddenState:
-    return HiddenState(**_mla_fields(spec))
-
-
-def _sliding_fields(spec: Any) -> dict[str, Any]:
-    return _attention(spec) | {
-        "sliding_window": spec.sliding_window,
-        "extra_retained_tokens": getattr(spec, "extra_retained_tokens", 0),
-    }
-
-
-def _sliding(spec: Any) -> SlidingWindow:
-    return SlidingWindow(**_sliding_fields(spec))
-
-
-def _sliding_mla(spec: Any) -> SlidingWindowMLA:
-    return SlidingWindowMLA(
-        **_sliding_fields(spec),
-        cache_dtype=spec.cache_dtype_str,
-        alignment=spec.alignment,
-        model_version=spec.model_version,
-        bounded_replay=getattr(spec, "bounded_replay", False),
-    )
-
-
-def _chunked(spec: Any) -> ChunkedLocal:
-    return ChunkedLocal(**_attention(spec), attention_chunk_size=spec.attention_chunk_size)
-
-
-def _mamba(spec: Any) -> Mamba:
-    return Mamba(
-        **_common(spec),
-        shapes=tuple(tuple(shape) for shape in spec.shapes),
-        dtypes=tuple(_dtype(dtype) for dtype in spec.dtypes),
-        page_size_padded=spec.page_size_padded,
-        mamba_type=_enum(spec.mamba_type),
-        cache_mode=spec.mamba_cache_mode,
-        num_speculative_blocks=spec.num_speculative_blocks,
-        num_prefill_checkpoint_blocks=getattr(spec, "num_prefill_checkpoint_blocks", 0),
-        prefill_checkpoint_alignment=getattr(spec, "prefill_checkpoint_alignment", None),
-        num_heads=getattr(spec, "num_heads", 1),
-        tp_replicated=getattr(spec, "tp_replicated", False),
-    )
+def _same_fields(kind: type[Spec], spec: Any) -> Spec:
+    """A spec of ours from one of the engine's, field by field."""
+    given = {}
+    for field in dataclasses.fields(kind):
+        theirs = _NAMES.get(field.name, field.name)
+        if field.name not in _NEWER or hasattr(spec, theirs):
+            given[field.name] = _VALUES.get(field.name, _as_it_is)(getattr(spec, theirs))
+    return kind(**given)
 
 
 def _composite(spec: Any) -> Composite:
@@ -152,6 +67,10 @@ def _composite(spec: Any) -> Composite:
         block_size=spec.block_size,
         layers=tuple((name, spec_from_vllm(inner)) for name, inner in spec.kv_cache_specs.items()),
     )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _dtype(dtype: object) -> str:
@@ -162,13 +81,52 @@ def _enum(value: Any) -> str:
     return str(getattr(value, "name", value)).lower()
 
 
-_TRANSLATIONS = {
-    "HiddenStateCacheSpec": _hidden,
-    "MLAAttentionSpec": _mla,
-    "FullAttentionSpec": _full,
-    "SlidingWindowMLASpec": _sliding_mla,
-    "SlidingWindowSpec": _sliding,
-    "ChunkedLocalAttentionSpec": _chunked,
-    "MambaSpec": _mamba,
-    "UniformTypeKVCacheSpecs": _composite,
+def _alignment(value: Any) -> Any:
+    base = getattr(value, "base", None)
+    return value if base is None else KernelBlocks(base)
+
+
+_NAMES = {"quant_mode": "kv_quant_mode", "cache_dtype": "cache_dtype_str", "cache_mode": "mamba_cache_mode"}
+"""The engine's name of a field, where ours is another."""
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "block_stride_alignment": _alignment,
+    "dtype": _dtype,
+    "dtypes": lambda dtypes: tuple(map(_dtype, dtypes)),
+    "shapes": lambda shapes: tuple(map(tuple, shapes)),
+    "quant_mode": _enum,
+    "cache_role": _enum,
+    "mamba_type": _enum,
+}
+_NEWER = {
+    "alignment",
+    "block_stride_alignment",
+    "bounded_replay",
+    "cache_role",
+    "dcp_sharded",
+    "extra_retained_tokens",
+    "is_index_group_leader",
+    "max_tp_shards",
+    "model_version",
+    "non_causal",
+    "non_causal_multi_token_decode",
+    "num_head_slots",
+    "num_heads",
+    "num_prefill_checkpoint_blocks",
+    "prefill_checkpoint_alignment",
+    "quant_mode",
+    "state_content_bytes",
+    "tokens_per_state",
+    "tp_replicated",
+}
+"""Fields that not every version has; without one our default holds. All others must be there."""
+
+_KINDS: dict[str, type[Spec]] = {
+    "HiddenStateCacheSpec": HiddenState,
+    "MLAAttentionSpec": MLA,
+    "FullAttentionSpec": FullAttention,
+    "SlidingWindowMLASpec": SlidingWindowMLA,
+    "SlidingWindowSpec": SlidingWindow,
+    "ChunkedLocalAttentionSpec": ChunkedLocal,
+    "MambaSpec": Mamba,
+    "UniformTypeKVCacheSpecs": Composite,
 }
