@@ -1,4 +1,4 @@
-"""Where prefix-cache hits can land: scheduler block size, hash block size, and the one place for gcd and lcm."""
+"""Where prefix-cache hits can land: scheduler block size and hash block size."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from math import gcd, lcm
 from hsconnector.errors import LayoutError
 from hsconnector.layout.specs import ChunkedLocal, Composite, Group, HiddenState, Mamba, SlidingWindow, layer_specs
 
-__all__ = [
-    "BlockSizes",
-    "check_granularity",
-    "common_divisor",
-    "common_multiple",
-    "resolve_block_sizes",
-]
+__all__ = ["BlockSizes", "check_granularity", "resolve_block_sizes"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +21,6 @@ class BlockSizes:
     hit: int
 
 
-def common_divisor(block_sizes: Sequence[int]) -> int:
-    return gcd(*block_sizes)
-
-
-def common_multiple(block_sizes: Sequence[int]) -> int:
-    return lcm(*block_sizes)
-
-
 def resolve_block_sizes(groups: Sequence[Group], *, prefix_caching: bool) -> BlockSizes:
     """Scheduler, hash and hit block sizes of an engine with a connector (vllm#51108, `resolve_kv_cache_block_sizes`).
 
@@ -42,10 +28,10 @@ def resolve_block_sizes(groups: Sequence[Group], *, prefix_caching: bool) -> Blo
     where a Mamba group's cache mode is not "align". Raises LayoutError where the engine does.
     """
     sizes = [group.spec.block_size for group in groups]
-    scheduler = common_multiple(sizes)
+    scheduler = lcm(*sizes)
     if len(groups) <= 1 or _has_unaligned_mamba(groups):
         return BlockSizes(scheduler, scheduler, scheduler)
-    unit = common_divisor([group.spec.block_size for group in groups if group.spec.prefix_cacheable] or sizes)
+    unit = gcd(*([group.spec.block_size for group in groups if group.spec.prefix_cacheable] or sizes))
     fine = _mamba_allows_fine_hits(groups, unit)
     _check_compression(groups, unit if fine else scheduler, unit)
     fine = fine and prefix_caching and not _blocks_fine_hits(groups, unit)
@@ -64,10 +50,10 @@ def check_granularity(groups: Sequence[Group], sizes: BlockSizes, *, prefix_cach
     others = [group.spec.block_size for group in groups if not isinstance(group.spec, HiddenState)]
     for group in groups:
         own = group.spec.block_size
-        if isinstance(group.spec, HiddenState) and others and not _fits(own, common_multiple(others)):
+        if isinstance(group.spec, HiddenState) and others and not _fits(own, lcm(*others)):
             raise LayoutError(
                 f"KV-cache groups have blocks of {_listed(everyone)} tokens; the hidden group's {own} does not divide "
-                f"the others, so their least common multiple is {common_multiple(everyone):,} and prefix caching "
+                f"the others, so their least common multiple is {lcm(*everyone):,} and prefix caching "
                 "cannot work (vllm#51108). Take vLLM 0.32 or newer, or --no-enable-prefix-caching"
             )
     torn = [

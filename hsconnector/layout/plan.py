@@ -14,7 +14,7 @@ from hsconnector.layout.locate import HiddenGroup, locate_hidden_group
 from hsconnector.layout.models import Model
 from hsconnector.layout.rules import Grouping, form_groups
 from hsconnector.layout.serving import CacheSpecs, Serving, cache_specs, pipeline_stages
-from hsconnector.layout.specs import Composite, Group, HiddenState, Spec, dtype_bytes
+from hsconnector.layout.specs import Composite, Group, HiddenState, Spec, dtype_bytes, layer_specs
 from hsconnector.vllm_facts import RULES_VERSION, Defect, parse_version, too_old
 
 __all__ = ["GroupReport", "Plan", "StorageReport", "make_plan"]
@@ -58,21 +58,21 @@ class Plan:
     model: Model
     serving: Serving
     layers: LayerChoice
-    specs: CacheSpecs | None
-    engine_groups: tuple[Group, ...]
-    hidden: HiddenGroup | None
-    groups: tuple[GroupReport, ...]
-    block_sizes: BlockSizes | None
-    block_size_note: str
-    granularity_note: str
-    without: Capacity | None
-    with_extraction: Capacity | None
-    inflation: float
     storage: StorageReport
-    defects: tuple[Defect, ...]
-    refused: str | None
-    helps: tuple[str, ...]
     assumptions: tuple[str, ...]
+    specs: CacheSpecs | None = None
+    engine_groups: tuple[Group, ...] = ()
+    hidden: HiddenGroup | None = None
+    groups: tuple[GroupReport, ...] = ()
+    block_sizes: BlockSizes | None = None
+    block_size_note: str = ""
+    granularity_note: str = ""
+    without: Capacity | None = None
+    with_extraction: Capacity | None = None
+    inflation: float = 1.0
+    defects: tuple[Defect, ...] = ()
+    refused: str | None = None
+    helps: tuple[str, ...] = ()
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def make_plan(
 
     SettingsError for options that contradict the model; what the engine refuses becomes `Plan.refused`.
     """
-    empty = _empty(model, serving, layers, _storage(model, layers, tokens))
+    empty = Plan(model, serving, layers, _storage(model, layers, tokens), model.assumptions)
     try:
         _check_engine(model, version)
         specs = cache_specs(model, serving, len(layers.layer_ids))
@@ -244,18 +244,15 @@ def _inflation(groups: Sequence[Group], hidden: HiddenGroup, held: Capacity) -> 
 
 
 def _group_report(index: int, group: Group) -> GroupReport:
-    hidden = [spec for _, spec in group.members if isinstance(spec, HiddenState)]
-    waste = sum(spec.page_size_bytes - spec.dense_page_bytes for _, spec in group.members)
-    if not isinstance(group.spec, Composite):
-        waste = group.spec.page_size_bytes - group.spec.dense_page_bytes
+    specs = layer_specs(group.spec)
     return GroupReport(
         index=index,
         kind=group.spec.described,
         layers=len(group.layer_names),
         block_size=group.spec.block_size,
         page_bytes=group.spec.page_size_bytes,
-        waste_bytes=waste,
-        holds_hidden_states=bool(hidden),
+        waste_bytes=sum(spec.page_size_bytes - spec.dense_page_bytes for spec in specs),
+        holds_hidden_states=any(isinstance(spec, HiddenState) for spec in specs),
     )
 
 
@@ -292,27 +289,4 @@ def _storage(model: Model, layers: LayerChoice, tokens: int | None) -> StorageRe
         tokens=tokens,
         total=None if tokens is None else tokens * disk,
         total_fp8=None if tokens is None else tokens * disk_fp8,
-    )
-
-
-def _empty(model: Model, serving: Serving, layers: LayerChoice, storage: StorageReport) -> Plan:
-    return Plan(
-        model=model,
-        serving=serving,
-        layers=layers,
-        specs=None,
-        engine_groups=(),
-        hidden=None,
-        groups=(),
-        block_sizes=None,
-        block_size_note="",
-        granularity_note="",
-        without=None,
-        with_extraction=None,
-        inflation=1.0,
-        storage=storage,
-        defects=(),
-        refused=None,
-        helps=(),
-        assumptions=model.assumptions,
     )

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from hsconnector.errors import LayoutError
-from hsconnector.layout.granularity import common_divisor
 from hsconnector.layout.merging import composite_of, is_uniform_spec, merge
 from hsconnector.layout.promote import full_allocation_groups, unify_hybrid
 from hsconnector.layout.specs import MLA, Attention, Composite, Group, HiddenState, Mamba, Spec, ceil_div
@@ -117,7 +117,7 @@ def hidden_block_size(page_bytes: int, row_bytes: int, other_block_sizes: Sequen
 
     544-token blocks, a page of 1,114,112 bytes and rows of 6,144 bytes give 136, not 181.
     """
-    return largest_divisor_at_most(common_divisor(other_block_sizes), max(page_bytes // row_bytes, 1))
+    return largest_divisor_at_most(gcd(*other_block_sizes), max(page_bytes // row_bytes, 1))
 
 
 def largest_divisor_at_most(value: int, limit: int) -> int:

@@ -189,11 +189,10 @@ class _Maker:
 
 
 def _check_parallel(model: Model, serving: Serving) -> None:
-    for name, value in (("--tp", serving.tp), ("--pp", serving.pp), ("--block-size", serving.block_size)):
+    for name in ("tp", "pp", "block_size", "max_model_len"):
+        value = getattr(serving, name)
         if value is not None and value < 1:
-            raise SettingsError(f"{name} {value} is not a positive whole number")
-    if serving.max_model_len is not None and serving.max_model_len < 1:
-        raise SettingsError(f"--max-model-len {serving.max_model_len} is not a positive whole number")
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is not a positive whole number")
     if model.num_attention_heads % serving.tp:
         raise SettingsError(
             f"--tp {serving.tp} does not divide the model's {model.num_attention_heads} attention heads"
