@@ -154,7 +154,7 @@ def prepare() -> Path:
 def train(model: Path, data: Path, sidecar: str, save: Path, *more: str) -> None:
     command = [sys.executable, str(TRAINER), str(FOLDER / f"{save.name}.jsonl"), "hsconnector", "train"]
     command += ["--verifier-name-or-path", str(model), "--data-path", str(data), "--speculator-type", "eagle3"]
-    command += ["--hsc-url", sidecar, "--on-missing", "raise", "--save-path", str(save), "--num-workers", "0"]
+    command += ["--sidecar", sidecar, "--on-missing", "raise", "--save-path", str(save), "--num-workers", "0"]
     command += ["--hidden-states-dtype", "float32", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
     command += ["--optimizer", "adamw", "--lr", "0.002", "--num-layers", "1", "--total-seq-len", "512"]
     command += ["--target-layer-ids", "2", "15", "27", "--draft-vocab-size", str(DRAFT_VOCABULARY)]

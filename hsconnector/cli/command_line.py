@@ -7,12 +7,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hsconnector.connector.settings import ConnectorSettings
+from hsconnector.client.address import DEFAULT_SIDECAR
 from hsconnector.vllm_facts import server_start
 
-__all__ = ["DEFAULT_SIDECAR", "extraction_options", "printable", "serve_command"]
-
-DEFAULT_SIDECAR = ConnectorSettings().sidecar
+__all__ = ["extraction_options", "printable", "serve_command"]
 
 
 def extraction_options(

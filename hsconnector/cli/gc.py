@@ -17,6 +17,7 @@ import msgspec
 import typer
 
 from hsconnector.capture.protocol import CaptureState
+from hsconnector.cli import CouldNotStart
 from hsconnector.cli.options import with_older_names
 from hsconnector.cli.quantities import parse_bytes, parse_duration
 from hsconnector.cli.show import plain, readable_bytes
@@ -121,8 +122,7 @@ def _own_sidecar(store: Path) -> Iterator[str]:
             try:
                 if process.stdout is None or not process.stdout.readline():
                     process.wait(_STOP_S)
-                    typer.echo(f"hsconnector: no sidecar can be run on the store: {_last_line(log)}", err=True)
-                    raise SystemExit(3)
+                    raise CouldNotStart(f"no sidecar can be run on the store: {_last_line(log)}")
                 yield f"unix://{socket}"
             finally:
                 process.terminate()

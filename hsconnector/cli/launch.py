@@ -15,7 +15,9 @@ import msgspec
 import typer
 
 from hsconnector.capture.layers import choose_layers
-from hsconnector.cli.command_line import DEFAULT_SIDECAR, printable, serve_command
+from hsconnector.cli import CouldNotStart
+from hsconnector.cli.command_line import printable, serve_command
+from hsconnector.client.address import DEFAULT_SIDECAR
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.errors import SettingsError
 from hsconnector.layout.models import read_config
@@ -138,7 +140,7 @@ def _require_vllm(dry_run: bool) -> str:
     if problem is None:
         return name
     if not dry_run:
-        _refuse(problem)
+        raise CouldNotStart(problem)
     typer.echo(f"# {problem}", err=True)
     return "vllm"
 
@@ -155,7 +157,7 @@ def _become(command: list[str]) -> NoReturn:
     try:
         os.execvpe(program, command, environment)
     except OSError as error:
-        _refuse(f"cannot start {program}: {error.strerror}")
+        raise CouldNotStart(f"cannot start {program}: {error.strerror}") from error
 
 
 def _program(name: str) -> str:
@@ -164,8 +166,3 @@ def _program(name: str) -> str:
         return name
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name) or name
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"hsconnector: {message}", err=True)
-    raise SystemExit(3)

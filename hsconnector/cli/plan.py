@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 
 from hsconnector.capture.layers import choose_layers
 from hsconnector.cli.command_line import printable, serve_command
+from hsconnector.cli.quantities import parse_count, parse_memory
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.capacity import Capacity
 from hsconnector.layout.defects import explain_kv_refusal
@@ -20,15 +20,8 @@ from hsconnector.layout.plan import Plan, make_plan
 from hsconnector.layout.serving import Serving
 from hsconnector.vllm_facts import RULES_VERSION, installed
 
-__all__ = ["parse_bytes", "parse_count", "plan", "plan_as_json", "plan_as_text"]
+__all__ = ["plan", "plan_as_json", "plan_as_text"]
 
-BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -90,8 +83,8 @@ def plan(
         read,
         serving,
         choose_layers(layers, read.num_layers),
-        kv_memory=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
-        tokens=None if tokens is None else parse_count(tokens, "--tokens"),
+        kv_memory=None if kv_memory is None else parse_memory("--kv-memory", kv_memory),
+        tokens=None if tokens is None else parse_count("--tokens", tokens),
         version=vllm_version or (installed() or ("vllm", RULES_VERSION))[1],
     )
     command = serve_command(name, made.layers.layer_ids, options=_options(made, dtype, as_given=block_size))
@@ -102,24 +95,6 @@ def plan(
         explained = explain_kv_refusal(engine_log.read(), made.request_bytes)
         if explained is not None:
             raise LayoutError(explained)
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """Bytes of "40GiB" or "1.5 TB"; a unit is required."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
-    unit = BYTE_UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) <= 0:
-        raise SettingsError(f"{option} {text!r} is not a size with its unit, such as 40GiB or 512MiB")
-    return int(float(found[1]) * unit)
-
-
-def parse_count(text: str, option: str) -> int:
-    """A count such as 250000, 100M or 1.5B."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]?)\s*", text)
-    unit = COUNT_UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) <= 0:
-        raise SettingsError(f"{option} {text!r} is not a count such as 250000, 100M or 1.5B")
-    return int(float(found[1]) * unit)
 
 
 def plan_as_json(made: Plan, command: list[str]) -> dict[str, Any]:
@@ -256,19 +231,15 @@ def _defects(made: Plan) -> str:
 def _options(made: Plan, dtype: str, *, as_given: int | None) -> list[str]:
     """The options of the plan that are not vLLM's defaults."""
     serving = made.serving
-    words: list[str] = []
-    if serving.tp > 1:
-        words += ["--tensor-parallel-size", str(serving.tp)]
-    if serving.pp > 1:
-        words += ["--pipeline-parallel-size", str(serving.pp)]
-    if as_given is not None:
-        words += ["--block-size", str(as_given)]
-    if serving.kv_cache_dtype != "auto":
-        words += ["--kv-cache-dtype", serving.kv_cache_dtype]
-    if dtype != "auto":
-        words += ["--dtype", dtype]
-    if serving.max_model_len is not None:
-        words += ["--max-model-len", str(serving.max_model_len)]
+    valued = (
+        ("--tensor-parallel-size", serving.tp, 1),
+        ("--pipeline-parallel-size", serving.pp, 1),
+        ("--block-size", as_given, None),
+        ("--kv-cache-dtype", serving.kv_cache_dtype, "auto"),
+        ("--dtype", dtype, "auto"),
+        ("--max-model-len", serving.max_model_len, None),
+    )
+    words = [word for option, value, default in valued if value != default for word in (option, str(value))]
     if not serving.prefix_caching:
         words.append("--no-enable-prefix-caching")
     if not serving.hybrid_manager:
@@ -295,7 +266,7 @@ def _wrapped(text: str, indent: int = 2) -> list[str]:
 
 
 def _bytes(value: int) -> str:
-    for unit in ("TB", "GB", "MB", "KB"):
-        if value >= BYTE_UNITS[unit]:
-            return f"{value / BYTE_UNITS[unit]:,.1f} {unit}"
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if value >= size:
+            return f"{value / size:,.1f} {unit}"
     return f"{value} B"

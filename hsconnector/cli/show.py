@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -96,7 +97,7 @@ def readable_bytes(count: int) -> str:
 
 def _records(client: Client, what: str, limit: int) -> Sequence[CaptureRecord]:
     if not what:
-        return [record for record, _ in zip(client.captures(page_size=min(limit, 100)), range(limit), strict=False)]
+        return list(islice(client.captures(page_size=min(limit, 100)), limit))
     if is_capture_id(what) or "://" in what:
         return [client.record(what)]
     found = client.find(request_id=what) or client.find(client_id=what)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from hsconnector.capture.protocol import MAX_TEXT_BYTES, MAX_TEXTS_BYTES, FailReason, RowsKind
+from hsconnector.client.address import DEFAULT_SIDECAR
 from hsconnector.connector.tracker import Wish
 from hsconnector.errors import SettingsError
 
@@ -32,7 +33,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     sidecar: Annotated[
         str, Meta(description="Where the sidecar listens: `http://host:port` or `unix:///path/to/socket`.")
-    ] = "http://127.0.0.1:8190"
+    ] = DEFAULT_SIDECAR
     api_key_env: Annotated[
         str, Meta(description="The environment variable that holds the sidecar's ingest key; unset or empty: no key.")
     ] = "HSC_API_KEY"

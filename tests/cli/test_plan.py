@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hsconnector.cli import main
-from hsconnector.cli.plan import parse_bytes, parse_count
+from hsconnector.cli.quantities import parse_count, parse_memory
 from hsconnector.errors import SettingsError
 from tests.layout import configs
 
@@ -106,9 +106,9 @@ def test_the_log_of_an_engine_that_asked_for_too_much(
         (["--layers", "2,37"], "layer 37 is outside this model's 0 to 36"),
         (["--layers", "2,2"], "layer 2 is given twice"),
         (["--tp", "5"], "--tp 5 does not divide the model's 32 attention heads"),
-        (["--kv-memory", "40"], "--kv-memory '40' is not a size with its unit, such as 40GiB"),
-        (["--kv-memory", "40 parsecs"], "is not a size with its unit"),
-        (["--tokens", "many"], "--tokens 'many' is not a count such as 250000, 100M"),
+        (["--kv-memory", "40"], "--kv-memory '40' is no size with its unit, such as 40GiB"),
+        (["--kv-memory", "40 parsecs"], "is no size with its unit"),
+        (["--tokens", "many"], "--tokens 'many' is no count such as 250000, 100M"),
         (["--dtype", "int8"], "--dtype int8 is none of auto"),
     ],
 )
@@ -145,18 +145,18 @@ def test_an_ill_typed_number_is_usage(model: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(("text", "value"), [("40GiB", 40 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 2**29)])
 def test_sizes(text: str, value: int) -> None:
-    assert parse_bytes(text, "--x") == value
+    assert parse_memory("--x", text) == value
 
 
 @pytest.mark.parametrize(("text", "value"), [("250000", 250_000), ("100M", 100_000_000), ("1.5b", 1_500_000_000)])
 def test_counts(text: str, value: int) -> None:
-    assert parse_count(text, "--x") == value
+    assert parse_count("--x", text) == value
 
 
 @pytest.mark.parametrize("text", ["", "0GiB", "-1GiB", "GiB", "1e3GiB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(SettingsError):
-        parse_bytes(text, "--x")
+        parse_memory("--x", text)
 
 
 def test_plan_needs_neither_torch_nor_vllm(model: Path) -> None:

@@ -39,7 +39,7 @@ def test_three_ways_to_train_give_the_losses_of_plain_files(
     data = write_dataset(tmp_path / "data", rows)
     engine = ("--vllm-endpoint", f"{server.url}/v1")
     nobody = ("--vllm-endpoint", NOBODY, "--on-missing", "raise")
-    ours = ("--hsc-url", sidecar.url)
+    ours = ("--sidecar", sidecar.url)
 
     generating = train(tmp_path, "generating", "hsconnector", kind, model, data, *engine, *ours, "--hsc-keep", "yes")
     files = write_plain_files(tmp_path / "files", sidecar.url, rows)
@@ -63,7 +63,7 @@ def test_without_keep_a_generated_capture_is_gone_once_it_is_read(
     rows = make_rows(seed=7)
     data = write_dataset(tmp_path / "data", rows)
     before = shards(sidecar)
-    engine = ("--vllm-endpoint", f"{server.url}/v1", "--hsc-url", sidecar.url)
+    engine = ("--vllm-endpoint", f"{server.url}/v1", "--sidecar", sidecar.url)
     run = train(tmp_path, "deleting", "hsconnector", "eagle3", models["qwen3"], data, *engine, "--num-workers", "1")
     assert len(run.steps) in STEPS and run.error_records == 0
     assert {name for name in shards(sidecar) - before if not name.endswith(".lock")} == set()
