@@ -13,7 +13,7 @@ from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.protocol import CaptureState, Producer
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.address import parse_address
-from hsconnector.client.captures import Held, Page, Producers
+from hsconnector.client.captures import Page
 from hsconnector.client.connection import decode, require, why
 from hsconnector.client.envelope import PASSING, read_denial
 from hsconnector.errors import SidecarUnreachable
@@ -40,18 +40,18 @@ class AsyncClient:
 
     async def producers(self) -> list[Producer]:
         """The engines that send to it now."""
-        return (await self._answer(Producers, "GET", "/v1/producers")).data
+        return (await self._answer(Page[Producer], "GET", "/v1/producers")).data
 
     async def weights(self, dataset: str) -> list[WeightsHeld]:
         """Whose weights the ready captures of a data set are of: how many of each; the newest last."""
-        return (await self._answer(Held, "GET", "/v1/weights", params={"dataset": dataset})).data
+        return (await self._answer(Page[WeightsHeld], "GET", "/v1/weights", params={"dataset": dataset})).data
 
     async def lookup(self, hashes: Sequence[str]) -> dict[str, list[CaptureRecord]]:
         """The captures of each content hash, oldest first; a record holds what names it and its state, no layers."""
         found: dict[str, list[CaptureRecord]] = {digest: [] for digest in hashes}
         for first in range(0, len(hashes), _LOOKUP):
             body = {"content_hashes": list(hashes[first : first + _LOOKUP])}
-            for record in (await self._answer(Page, "POST", "/v1/captures:lookup", json=body)).data:
+            for record in (await self._answer(Page[CaptureRecord], "POST", "/v1/captures:lookup", json=body)).data:
                 found[record.content_hash].append(record)
         return found
 
@@ -62,7 +62,7 @@ class AsyncClient:
             query["sample_id"] = sample_id
         records: list[CaptureRecord] = []
         while True:
-            page = await self._answer(Page, "GET", "/v1/captures", params=query)
+            page = await self._answer(Page[CaptureRecord], "GET", "/v1/captures", params=query)
             records += page.data
             if not page.next_cursor:
                 return records

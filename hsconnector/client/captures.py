@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -29,11 +29,12 @@ from hsconnector.errors import (
     StoreError,
 )
 
-__all__ = ["Client", "Collection", "Filters", "Held", "Leaving", "Limits", "Page", "Producers"]
+__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits", "Page"]
 
 _POLL_S = 30.0
 """One long poll; a sidecar that stops answers earlier."""
 _PAUSE_S = 0.05
+_T = TypeVar("_T")
 
 
 class Filters(TypedDict, total=False):
@@ -86,22 +87,10 @@ class Collection(msgspec.Struct, frozen=True):
     data: list[Leaving]
 
 
-class Producers(msgspec.Struct, frozen=True):
-    """The engines that send to a sidecar."""
+class Page(msgspec.Struct, Generic[_T], frozen=True):
+    """A list, or a part of one; the next part begins at `next_cursor`."""
 
-    data: list[Producer]
-
-
-class Held(msgspec.Struct, frozen=True):
-    """Whose weights captures are of."""
-
-    data: list[WeightsHeld]
-
-
-class Page(msgspec.Struct, frozen=True):
-    """A part of a list; the next one begins at `next_cursor`."""
-
-    data: list[CaptureRecord]
+    data: list[_T]
     next_cursor: str | None = None
 
 
@@ -219,7 +208,7 @@ class Client:
         query = {name: str(value) for name, value in filters.items() if value is not None}
         query["limit"] = str(page_size)
         while True:
-            page = self._connection.answer(Page, "GET", "/v1/captures", params=query)
+            page = self._connection.answer(Page[CaptureRecord], "GET", "/v1/captures", params=query)
             yield from page.data
             if not page.next_cursor:
                 return
@@ -227,13 +216,13 @@ class Client:
 
     def producers(self) -> list[Producer]:
         """The engines that send to it now."""
-        return self._connection.answer(Producers, "GET", "/v1/producers").data
+        return self._connection.answer(Page[Producer], "GET", "/v1/producers").data
 
     def weights(self, *, dataset: str | None = None, model: str | None = None) -> list[WeightsHeld]:
         """Whose weights the ready captures of a data set or model are of: how many of each; the newest last."""
         narrowed = {"dataset": dataset, "model": model}
         query = {name: value for name, value in narrowed.items() if value is not None}
-        return self._connection.answer(Held, "GET", "/v1/weights", params=query).data
+        return self._connection.answer(Page[WeightsHeld], "GET", "/v1/weights", params=query).data
 
     def delete(self, handle: str | CaptureRecord) -> None:
         """Removes a capture; harmless when repeated."""

@@ -9,7 +9,7 @@ import msgspec
 
 from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.record import CaptureRecord
-from hsconnector.client.captures import Held
+from hsconnector.client.captures import Page
 from hsconnector.client.connection import Connection
 
 __all__ = ["Holding", "Lease", "LeaseFilters", "LeaseRequest", "Leases"]
@@ -56,10 +56,6 @@ class Holding(msgspec.Struct, frozen=True):
 
     queue: str
     held: int
-
-
-class _Holdings(msgspec.Struct, frozen=True):
-    data: list[Holding]
 
 
 class _Answers(msgspec.Struct, frozen=True):
@@ -112,13 +108,13 @@ class Leases:
 
     def holdings(self) -> list[Holding]:
         """What each consumer of each queue holds now."""
-        return self._connection.answer(_Holdings, "GET", "/v1/leases", repeat=False).data
+        return self._connection.answer(Page[Holding], "GET", "/v1/leases", repeat=False).data
 
     def weights(self, filters: LeaseFilters) -> list[WeightsHeld]:
         """Whose weights the ready captures of a data set and model are of; the newest last."""
         narrowed = {"dataset": filters.dataset, "model": filters.model}
         query = {name: value for name, value in narrowed.items() if value is not None}
-        return self._connection.answer(Held, "GET", "/v1/weights", params=query).data
+        return self._connection.answer(Page[WeightsHeld], "GET", "/v1/weights", params=query).data
 
     def _post(self, path: str, body: object, kind: type[_T], **what: object) -> _T:
         content = msgspec.json.encode(body)
