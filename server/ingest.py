@@ -34,7 +34,7 @@ from hsconnector.errors import RingError
 from server.assembler import Action, Assembly
 from server.holdings import Holdings
 from server.mapped_ring import MappedRing
-from server.refusals import producer_unknown, sequence_gap
+from server.refusals import Refusal
 from server.settings import OnUnsound, Settings
 from server.shards import ShardWriter
 from server.store import FULL
@@ -101,12 +101,14 @@ class Ingest:
         """One batch; raises `Refusal` for a stream that is not open and for a gap."""
         stream = self.streams.get(batch.producer_id)
         if stream is None:
-            raise producer_unknown(batch.producer_id)
+            message = f"no stream {batch.producer_id[:64]!r} is open here: register again"
+            raise Refusal(404, "producer_unknown", message, "producer_id")
         if batch.seq == stream.last_seq and stream.last_answer is not None:
             self._metrics.batches.labels("repeated").inc()
             return stream.last_answer
         if batch.seq != stream.last_seq + 1:
-            raise sequence_gap(batch.seq, stream.last_seq + 1)
+            message = f"batch {batch.seq} came where {stream.last_seq + 1} was next: open a new stream"
+            raise Refusal(409, "sequence_gap", message, "seq")
         with self._metrics.batch_seconds.time():
             answers = tuple(self._answer(stream, message, payload) for message in batch.messages)
             stream.last_seq, stream.last_answer = batch.seq, BatchAnswer(batch.seq, answers)

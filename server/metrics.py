@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hsconnector.capture.protocol import CaptureState, FailReason
@@ -19,53 +21,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.captures = Counter(
-            "hsconnector_captures",
-            "Captures that ended, by state and reason.",
-            ["state", "reason"],
-            registry=self.registry,
+        counter = functools.partial(Counter, registry=self.registry)
+        gauge = functools.partial(Gauge, registry=self.registry)
+        self.captures = counter(
+            "hsconnector_captures", "Captures that ended, by state and reason.", ["state", "reason"]
         )
-        self.findings = Counter(
-            "hsconnector_findings", "Captures found unsound, by reason.", ["reason"], registry=self.registry
-        )
-        self.batches = Counter(
-            "hsconnector_batches", "Batches, by what became of them.", ["result"], registry=self.registry
-        )
-        self.rows = Counter("hsconnector_rows", "Rows written to shards.", registry=self.registry)
-        self.row_bytes = Counter(
-            "hsconnector_row_bytes", "Bytes of rows written, by way.", ["via"], registry=self.registry
-        )
+        self.findings = counter("hsconnector_findings", "Captures found unsound, by reason.", ["reason"])
+        self.batches = counter("hsconnector_batches", "Batches, by what became of them.", ["result"])
+        self.rows = counter("hsconnector_rows", "Rows written to shards.")
+        self.row_bytes = counter("hsconnector_row_bytes", "Bytes of rows written, by way.", ["via"])
         self.batch_seconds = Histogram(
             "hsconnector_batch_seconds",
             "Seconds the writer spent on a batch.",
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.sent_bytes = Counter("hsconnector_sent_bytes", "Bytes of tensors sent to readers.", registry=self.registry)
-        self.damaged = Counter(
-            "hsconnector_damaged_files", "Files found in the store that are not whole shards.", registry=self.registry
-        )
-        self.expired = Counter(
-            "hsconnector_expired_captures", "Captures deleted or found gone.", registry=self.registry
-        )
-        self.lost = Counter(
-            "hsconnector_lost_producers", "Producers silent beyond the deadline.", registry=self.registry
-        )
-        self.producers = Gauge("hsconnector_producers", "Open streams.", registry=self.registry)
-        self.receiving = Gauge("hsconnector_captures_receiving", "Captures being received.", registry=self.registry)
-        self.queue = Gauge("hsconnector_queue_batches", "Batches that wait for the writer.", registry=self.registry)
-        self.store_bytes = Gauge("hsconnector_store_bytes", "Bytes of shards in the store.", registry=self.registry)
-        self.waiting = Gauge("hsconnector_waiting_readers", "Readers in a long poll.", registry=self.registry)
-        self.lent = Counter(
-            "hsconnector_lent_captures", "Captures lent, by what became of them.", ["outcome"], registry=self.registry
-        )
-        self.leased = Gauge("hsconnector_leased_captures", "Captures that are lent now.", registry=self.registry)
-        self.removed = Counter(
-            "hsconnector_removed_captures", "Captures that retention removed, by why.", ["why"], registry=self.registry
-        )
-        self.full_waits = Counter(
-            "hsconnector_full_waits", "Batches held back because the store was full.", registry=self.registry
-        )
+        self.sent_bytes = counter("hsconnector_sent_bytes", "Bytes of tensors sent to readers.")
+        self.damaged = counter("hsconnector_damaged_files", "Files found in the store that are not whole shards.")
+        self.expired = counter("hsconnector_expired_captures", "Captures deleted or found gone.")
+        self.lost = counter("hsconnector_lost_producers", "Producers silent beyond the deadline.")
+        self.producers = gauge("hsconnector_producers", "Open streams.")
+        self.receiving = gauge("hsconnector_captures_receiving", "Captures being received.")
+        self.queue = gauge("hsconnector_queue_batches", "Batches that wait for the writer.")
+        self.store_bytes = gauge("hsconnector_store_bytes", "Bytes of shards in the store.")
+        self.waiting = gauge("hsconnector_waiting_readers", "Readers in a long poll.")
+        self.lent = counter("hsconnector_lent_captures", "Captures lent, by what became of them.", ["outcome"])
+        self.leased = gauge("hsconnector_leased_captures", "Captures that are lent now.")
+        self.removed = counter("hsconnector_removed_captures", "Captures that retention removed, by why.", ["why"])
+        self.full_waits = counter("hsconnector_full_waits", "Batches held back because the store was full.")
         self._start_at_zero()
 
     def text(self) -> bytes:

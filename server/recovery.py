@@ -19,13 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from hsconnector.capture.header import ShardHeader, check_written_by_sidecar, data_hasher, read_header
+from hsconnector.capture.header import ShardHeader, data_hasher
 from hsconnector.capture.protocol import CaptureState, FailReason, is_capture_id
 from hsconnector.capture.record import CaptureRecord, Verdict, record_of_header
 from hsconnector.errors import BrokenIndex, IndexFault, ShardError, StoreError
 from hsconnector.storage.folder import SUFFIX, two_hex
 from server.catalog import Catalog, refusal
 from server.metrics import Metrics
+from server.shard_files import ShardFile
 from server.shards import PIECE_BYTES, is_regular
 from server.store import Store
 from server.verdict import Judge
@@ -127,20 +128,17 @@ def reindex_store(root: Path) -> tuple[int, int]:
 
 def inspect_shard(path: Path) -> tuple[ShardHeader, Verdict]:
     """Reads a whole shard once: parsed, hashed, judged. Raises `ShardError` where it is not whole."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        header = check_written_by_sidecar(read_header(fd))
+    with contextlib.closing(ShardFile(path)) as file:
+        header = file.header()
         judge = Judge(header.dtype, header.layer_ids, header.shape[2])
         digest = data_hasher()
         end = header.data_at + header.tokens_at
         step = max(1, PIECE_BYTES // header.row_bytes) * header.row_bytes
         for offset in range(header.data_at, end, step):
-            data = _read(fd, min(step, end - offset), offset)
+            data = file.read(offset, min(step, end - offset))
             digest.update(data)
             judge.take(memoryview(data))
-        token_ids = _read(fd, 8 * header.shape[0], end)
-    finally:
-        os.close(fd)
+        token_ids = file.read(end, 8 * header.shape[0])
     digest.update(token_ids)
     if digest.hexdigest() != header.data_hash:
         raise ShardError(f"the data hashes to {digest.hexdigest()}, its header says {header.data_hash!r}")
@@ -275,14 +273,3 @@ def _damaged(store: Store, path: Path, why: str, metrics: Metrics) -> None:
         log.error("%s is not a whole shard (%s); it cannot be moved to %s: %s", path, why, store.damaged, error)
         return
     log.warning("%s is not a whole shard (%s): moved to %s", path, why, target)
-
-
-def _read(fd: int, length: int, offset: int) -> bytes:
-    parts = []
-    while length:
-        part = os.pread(fd, length, offset)
-        if not part:
-            raise ShardError(f"the file ends at byte {offset}, {length} bytes short")
-        parts.append(part)
-        offset, length = offset + len(part), length - len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)

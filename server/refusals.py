@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from hsconnector.errors import HSConnectorError
 
-__all__ = [
-    "Refusal",
-    "bad_parameter",
-    "producer_unknown",
-    "sequence_gap",
-    "too_large",
-    "unprocessable",
-    "wrong_version",
-]
+__all__ = ["Refusal", "bad_parameter", "too_large", "unprocessable"]
 
 
 class Refusal(HSConnectorError):
@@ -30,18 +22,6 @@ def bad_parameter(name: str, message: str) -> Refusal:
     return Refusal(400, "bad_request", message, name)
 
 
-def producer_unknown(producer_id: str) -> Refusal:
-    """A stream that was never opened here, was closed, or was lost."""
-    return Refusal(
-        404, "producer_unknown", f"no stream {producer_id[:64]!r} is open here: register again", "producer_id"
-    )
-
-
-def sequence_gap(got: int, wanted: int) -> Refusal:
-    """A batch out of order."""
-    return Refusal(409, "sequence_gap", f"batch {got} came where {wanted} was next: open a new stream", "seq")
-
-
 def too_large(limit: int) -> Refusal:
     """A body over the limit."""
     return Refusal(
@@ -52,11 +32,3 @@ def too_large(limit: int) -> Refusal:
 def unprocessable(param: str, message: str) -> Refusal:
     """A producer that contradicts itself."""
     return Refusal(422, "bad_producer", message, param)
-
-
-def wrong_version(theirs: object, ours: int) -> Refusal:
-    """Another protocol version."""
-    message = (
-        f"this sidecar speaks protocol {ours}, the producer {theirs!r}: install the same hsconnector on both sides"
-    )
-    return Refusal(409, "protocol_mismatch", message, "protocol")

@@ -27,7 +27,7 @@ from hsconnector.capture.protocol import (
 from hsconnector.errors import ProtocolError
 from server.assembler import Assembly
 from server.mapped_ring import MappedRing
-from server.refusals import unprocessable, wrong_version
+from server.refusals import Refusal, unprocessable
 from server.shards import ShardWriter
 from server.verdict import Judge
 
@@ -106,7 +106,8 @@ def read_producer(body: bytes) -> Producer:
         raise ProtocolError(f"not msgpack: {error}") from error
     version = fields.get("protocol", PROTOCOL_VERSION) if isinstance(fields, dict) else PROTOCOL_VERSION
     if version != PROTOCOL_VERSION:
-        raise wrong_version(version, PROTOCOL_VERSION)
+        told = f"this sidecar speaks protocol {PROTOCOL_VERSION}, the producer {version!r}"
+        raise Refusal(409, "protocol_mismatch", f"{told}: install the same hsconnector on both sides", "protocol")
     producer = decode(body, Producer)
     _check_producer(producer)
     return producer

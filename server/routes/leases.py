@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -11,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from hsconnector.capture.protocol import MAX_TEXT_BYTES, CaptureState
 from hsconnector.storage.queries import Filter
 from server.lease import Ack, LeaseFilter, Wanted
-from server.leaving import Chosen, Limits
+from server.leaving import Chosen
 from server.routes.deps import JsonRoute, Served, Wait
 from server.settings import Evict
 
@@ -175,13 +176,8 @@ async def collect(body: CollectBody, sidecar: Served) -> JSONResponse:
         chosen_ones = Chosen(wanted=wanted, created_before=chosen.created_before)
         found = await sidecar.collect_chosen(chosen_ones, dry_run=body.dry_run)
     else:
-        own = sidecar.limits
-        limits = Limits(
-            ttl_s=own.ttl_s if body.ttl_s is None else body.ttl_s,
-            max_bytes=own.max_bytes if body.max_bytes is None else body.max_bytes,
-            evict=own.evict if body.evict is None else body.evict,
-        )
-        found = await sidecar.collect(limits, dry_run=body.dry_run)
+        given = body.model_dump(include={"ttl_s", "max_bytes", "evict"}, exclude_none=True)
+        found = await sidecar.collect(msgspec.structs.replace(sidecar.limits, **given), dry_run=body.dry_run)
     shown: list[dict[str, Any]] = [
         {
             name: getattr(each.record, name)
