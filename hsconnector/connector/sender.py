@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -83,7 +83,8 @@ class Sender:
         self._stream: Stream | None = None
         self._spare: Ring | None = None
         self._down = (FailReason.SIDECAR_UNREACHABLE, "the sidecar has not been reached yet")
-        self._said = ""
+        self._said: FailReason | None = None
+        """Why the log says that nothing is captured."""
         self._pause = FIRST_PAUSE_S
         self._next_try = 0.0
         self._last_sent = 0.0
@@ -332,9 +333,9 @@ class Sender:
         with self._lock:
             self._down = (reason, bounded_text(str(error)))
             self._back_off(5 * LAST_PAUSE_S if refused else 0.0)
-        if str(error) != self._said:
-            self._said = str(error)
-            log.warning("no hidden states are captured until the sidecar answers: %s", error)
+        level = logging.DEBUG if reason is self._said else logging.WARNING
+        self._said = reason
+        log.log(level, "no hidden states are captured until the sidecar answers: %s", error)
 
     def _back_off(self, least: float = 0.0) -> None:
         """The next try is later each time, until a batch has been answered."""
@@ -342,7 +343,7 @@ class Sender:
         self._pause = min(2 * self._pause, LAST_PAUSE_S)
 
     def _say_connected(self, accepted: ProducerAccepted, offer: RingOffer | None) -> None:
-        self._said = ""
+        self._said = None
         way = "shared memory" if accepted.shm else "the request body"
         why = f" ({accepted.shm_reason})" if offer is not None and accepted.shm_reason else ""
         told = f", telling {len(self._ledger)} failures" if self._ledger else ""
@@ -450,14 +451,10 @@ class Sender:
             for loss in [*lost, *stream.failing.values()]:
                 self._drop_lock(loss.info.capture_id)
                 self._record(loss)
-        self._settle_copies(stream.queue)
+        for item in stream.queue:
+            if item.ticket is not None:
+                item.ticket.wait()  # rows still being copied must arrive before their memory goes
         ids = ", ".join(loss.info.capture_id for loss in lost[:5])
         log.warning(
             "lost the sidecar (%s: %s); %d captures failed%s", reason, detail, len(lost), f": {ids}" * bool(ids)
         )
-
-    def _settle_copies(self, items: Iterable[Item]) -> None:
-        """Rows still being copied must arrive before their memory goes."""
-        for item in items:
-            if item.ticket is not None:
-                item.ticket.wait()
