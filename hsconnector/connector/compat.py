@@ -117,11 +117,6 @@ def layer_ids(vllm_config: Any) -> tuple[int, ...]:
     return tuple(sorted(int(layer) for layer in ids))
 
 
-def num_layers(vllm_config: Any) -> int:
-    """Decoder layers of the whole model."""
-    return int(vllm_config.model_config.hf_text_config.num_hidden_layers)
-
-
 def check_start(kv_cache_config: Any, vllm_config: Any) -> StartReport:
     """What the engine did with its KV cache, checked; raises `LayoutError` on what gives wrong rows."""
     cache = vllm_config.cache_config
@@ -148,7 +143,7 @@ def producer(
         model_revision=str(model.revision or ""),
         vllm_version=vllm_version(),
         layer_ids=layer_ids(vllm_config),
-        num_layers=num_layers(vllm_config),
+        num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(cache.shape[3]),
         dtype=str(cache.dtype).removeprefix("torch."),
         tensor_parallel_size=parallel.tensor_parallel_size,
@@ -295,7 +290,7 @@ def ended(request: Any) -> Ended:
     return Ended(
         request_id=request.request_id,
         num_prompt=request.num_prompt_tokens,
-        token_ids=_token_ids(request),
+        token_ids=request.all_token_ids[:],
         num_computed=request.num_computed_tokens,
         reason="unknown" if reason is None else str(reason),
         problem=problem,
@@ -320,8 +315,3 @@ def external_tokens(request: Any, given: int) -> int:
     """
     stats = getattr(request, "prefill_stats", None)
     return max(given, int(getattr(stats, "num_external_cached_tokens", 0) or 0))
-
-
-def _token_ids(request: Any) -> Sequence[int]:
-    ids: Sequence[int] = request.all_token_ids
-    return ids[:]

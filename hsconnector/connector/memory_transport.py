@@ -60,7 +60,7 @@ class InMemoryTransport:
         self._ring = ring
         self._memory: Any = None
         self._heartbeat_s = heartbeat_s
-        self._last: tuple[str, int, BatchAnswer] | None = None
+        self._last: BatchAnswer | None = None
         self._streams = 0
 
     def open(self, producer: Producer) -> ProducerAccepted:
@@ -70,8 +70,8 @@ class InMemoryTransport:
         self.producer = producer
         self._streams += 1
         self._last = None
-        shm = self._ring is not None and producer.ring is not None
-        self._memory = self._ring() if shm and self._ring is not None else None
+        self._memory = self._ring() if self._ring is not None and producer.ring is not None else None
+        shm = self._memory is not None
         return ProducerAccepted(
             producer_id=self._producer_id(), shm=shm, heartbeat_s=self._heartbeat_s, max_payload_bytes=64 << 20
         )
@@ -79,15 +79,15 @@ class InMemoryTransport:
     def ingest(self, batch: Batch, payload: Sequence[Buffer]) -> BatchAnswer:
         if batch.producer_id != self._producer_id():
             raise ProducerUnknown(f"no stream {batch.producer_id!r}")
-        expected = 0 if self._last is None else self._last[1] + 1
-        if self._last is not None and batch.seq == self._last[1]:
-            return self._last[2]
+        expected = 0 if self._last is None else self._last.seq + 1
+        if self._last is not None and batch.seq == self._last.seq:
+            return self._last
         if batch.seq != expected:
             raise SidecarRefused(f"batch {batch.seq} came where {expected} was expected")
         self.batches += 1
         body = b"".join(payload)
         answer = BatchAnswer(batch.seq, tuple(self._take(message, body) for message in batch.messages))
-        self._last = (batch.producer_id, batch.seq, answer)
+        self._last = answer
         if batch.close:
             self._streams += 1
             self._fail_open(FailReason.ENGINE_SHUTDOWN, "the engine closed its stream")

@@ -18,23 +18,13 @@ ROW_DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class StartReport:
-    """What the connector reads from. Page, row and waste are bytes; None where only a flattened group was given."""
+    """What the connector reads from; `block_sizes` is None without a KV-cache config."""
 
     hidden: HiddenGroup
     num_groups: int
-    page_bytes: int | None
-    row_bytes: int | None
-    waste_bytes: int | None
     block_sizes: BlockSizes | None
     prefix_caching: bool
     notes: tuple[str, ...] = ()
-
-    @property
-    def waste_share(self) -> float | None:
-        """The part of each hidden page that holds nothing, 0 to 1."""
-        if self.waste_bytes is None or not self.page_bytes:
-            return None
-        return self.waste_bytes / self.page_bytes
 
     @property
     def line(self) -> str:
@@ -43,10 +33,9 @@ class StartReport:
         if self.hidden.layer_name:
             parts[0] += f" ({self.hidden.layer_name})"
         parts.append(f"{self.hidden.block_size} tokens a block")
-        if self.waste_bytes is not None and self.waste_share is not None:
-            parts.append(
-                f"{self.waste_bytes:,} of {self.page_bytes:,} bytes of each page unused ({self.waste_share:.0%})"
-            )
+        if self.hidden.spec is not None:
+            waste, page = self.hidden.spec.waste_bytes, self.hidden.spec.page_size_bytes
+            parts.append(f"{waste:,} of {page:,} bytes of each page unused ({waste / page:.0%})")
         if self.block_sizes is not None:
             hits = (
                 f"prefix-cache hits every {self.block_sizes.hit} tokens" if self.prefix_caching else "no prefix cache"
@@ -74,24 +63,14 @@ def check_started(
     if hidden.spec is not None:
         _check_rows(hidden.spec, num_slots, hidden_size)
     if not groups:
-        return StartReport(hidden, 1, None, None, None, None, prefix_caching)
+        return StartReport(hidden, 1, None, prefix_caching)
     sizes = resolve_block_sizes(groups, prefix_caching=prefix_caching)
     notes = _hidden_size_notes(groups, hidden)
     if hash_block_size and hash_block_size != sizes.hash:
         notes.append(f"the engine hashes {hash_block_size} tokens where {sizes.hash} were expected")
         sizes = BlockSizes(sizes.scheduler, hash_block_size, sizes.hit)
     check_granularity(groups, sizes, prefix_caching=prefix_caching)
-    spec = hidden.spec
-    return StartReport(
-        hidden,
-        len(groups),
-        None if spec is None else spec.page_size_bytes,
-        None if spec is None else spec.row_bytes,
-        None if spec is None else spec.waste_bytes,
-        sizes,
-        prefix_caching,
-        tuple(notes),
-    )
+    return StartReport(hidden, len(groups), sizes, prefix_caching, tuple(notes))
 
 
 def _check_rows(spec: HiddenState, num_slots: int | None, hidden_size: int | None) -> None:
