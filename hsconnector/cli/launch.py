@@ -17,15 +17,15 @@ import typer
 from hsconnector.capture.layers import choose_layers
 from hsconnector.cli import CouldNotStart
 from hsconnector.cli.command_line import printable, serve_command
+from hsconnector.cli.options import LayersOption, SidecarOption
 from hsconnector.client.address import DEFAULT_SIDECAR
 from hsconnector.connector.settings import ConnectorSettings
 from hsconnector.errors import SettingsError
-from hsconnector.layout.models import read_config
+from hsconnector.layout.models import LAYER_COUNT_KEYS, read_config, text_config
 from hsconnector.vllm_facts import installed, too_old
 
 __all__ = ["launch"]
 
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _OURS = ("--speculative-config", "-sc", "--kv-transfer-config")
 _GIVEN_OTHERWISE = ("sidecar", "file_backend")
 """Settings of the connector without an option of their own here: `store_dir` turns the file backend on."""
@@ -34,12 +34,8 @@ _GIVEN_OTHERWISE = ("sidecar", "file_backend")
 def launch(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="What `vllm serve` takes: a folder or a hub name.")],
-    layers: Annotated[
-        str, typer.Option(help="auto (EAGLE-3), eagle3, dflash, dflash:K, or vLLM layer ids such as 2,18,33,36.")
-    ] = "auto",
-    sidecar: Annotated[
-        str, typer.Option(envvar="HSC_SIDECAR", help="Where `hsconnector serve` listens: http://… or unix:///….")
-    ] = DEFAULT_SIDECAR,
+    layers: LayersOption = "auto",
+    sidecar: SidecarOption = DEFAULT_SIDECAR,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
     **settings: Any,
 ) -> None:
@@ -100,8 +96,8 @@ launch.context_settings = {"ignore_unknown_options": True, "allow_extra_args": T
 def num_layers(model: str) -> int:
     """Decoder layers from the model's config, a local folder's or a hub's; raises SettingsError."""
     config = read_config(model)[1] if Path(model).exists() else _hub_config(model)
-    text: dict[str, Any] = config.get("text_config") or config
-    count = next((text[key] for key in _LAYER_COUNTS if key in text), None)
+    text = text_config(config)
+    count = next((text[key] for key in LAYER_COUNT_KEYS if key in text), None)
     if not isinstance(count, int) or count < 1:
         raise SettingsError(f"the config of {model} does not say num_hidden_layers, but {count!r}")
     return count

@@ -9,8 +9,12 @@ import typer
 
 from hsconnector.client.address import DEFAULT_SIDECAR, SIDECAR_VARIABLES
 
-__all__ = ["SidecarOption", "with_older_names"]
+__all__ = ["LayersOption", "SidecarOption", "with_older_names"]
 
+LayersOption = Annotated[
+    str, typer.Option(help="auto (EAGLE-3), eagle3, dflash, dflash:K, or vLLM layer ids such as 2,18,33,36.")
+]
+"""The layers of an engine that is still to be started."""
 SidecarOption = Annotated[
     str,
     typer.Option(

@@ -11,6 +11,7 @@ import typer
 
 from hsconnector.capture.layers import choose_layers
 from hsconnector.cli.command_line import printable, serve_command
+from hsconnector.cli.options import LayersOption
 from hsconnector.cli.quantities import parse_count, parse_memory
 from hsconnector.errors import LayoutError, SettingsError
 from hsconnector.layout.capacity import Capacity
@@ -27,9 +28,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's directory, or its config.json.")],
-    layers: Annotated[
-        str, typer.Option(help="auto (EAGLE-3), eagle3, dflash, dflash:K, or vLLM layer ids such as 2,18,33,36.")
-    ] = "auto",
+    layers: LayersOption = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 1,
     block_size: Annotated[

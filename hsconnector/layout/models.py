@@ -12,9 +12,20 @@ from hsconnector.errors import SettingsError
 from hsconnector.layout.specs import ceil_div
 from hsconnector.vllm_facts import WITH_HIDDEN_STATES, WITHOUT_HIDDEN_STATES
 
-__all__ = ["AttentionLayer", "LatentLayer", "Layer", "Model", "StateLayer", "read_config", "read_model"]
+__all__ = [
+    "LAYER_COUNT_KEYS",
+    "AttentionLayer",
+    "LatentLayer",
+    "Layer",
+    "Model",
+    "StateLayer",
+    "read_config",
+    "read_model",
+    "text_config",
+]
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
+LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 KV_HEAD_KEYS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 NOT_MODELLED = ("deepseek_v4", "deepseek_v41", "glm5_next", "hy_v4", "minimax_m3", "qwen4_exp", "inkling")
 
@@ -112,7 +123,7 @@ def read_model(name: str, config: Mapping[str, Any], *, dtype: str | None = None
     """The layers of a config. `dtype` overrides the checkpoint's. SettingsError names what is missing or unknown."""
     architectures = config.get("architectures") or [""]
     architecture = str(architectures[0])
-    text = _text_config(config)
+    text = text_config(config)
     reader = _Reader(name, architecture, config, text)
     if architecture not in WITH_HIDDEN_STATES | WITHOUT_HIDDEN_STATES:
         raise SettingsError(reader.unknown())
@@ -134,11 +145,12 @@ def read_model(name: str, config: Mapping[str, Any], *, dtype: str | None = None
     )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the decoder, also of a model that takes more than text."""
     for key in TEXT_KEYS:
         inner = config.get(key)
         if isinstance(inner, Mapping):
-            return _text_config(inner)
+            return text_config(inner)
     return config
 
 
@@ -189,7 +201,7 @@ class _Reader:
     def layers(self) -> list[Layer]:
         if self.text.get("hybrid_override_pattern") or self.text.get("layers_block_type"):
             return self._patterned()
-        count = self.number("num_hidden_layers", "n_layer", "num_layers")
+        count = self.number(*LAYER_COUNT_KEYS)
         if isinstance(self.text.get("linear_attn_config"), Mapping):
             return self._kimi_linear(count)
         if self.text.get("kv_lora_rank") and self.text.get("qk_rope_head_dim"):
