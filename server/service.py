@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.protocol import (
     MAX_MESSAGES_BYTES,
     BatchAnswer,
@@ -31,8 +30,6 @@ from hsconnector.errors import (
     IndexFault,
     StoreError,
 )
-from hsconnector.storage.index import Page
-from hsconnector.storage.queries import Filter
 from server.admission import Admission
 from server.catalog import Catalog
 from server.holdings import Holdings
@@ -148,9 +145,7 @@ class Service:
         if not is_capture_id(capture_id):
             raise CaptureNotFound(f"{capture_id[:64]!r} is not a capture id (32 lower-case hex digits)")
 
-        async def ask() -> CaptureRecord | None:
-            return await asyncio.to_thread(self.catalog.get, capture_id)
-
+        ask = functools.partial(asyncio.to_thread, self.catalog.get, capture_id)
         record = await self._until(capture_id, ask, _is_final, wait_s)
         if record is None:
             raise CaptureNotFound(f"no capture {capture_id} is known here", capture_id=capture_id)
@@ -158,29 +153,13 @@ class Service:
 
     async def of_request(self, request_id: str, wait_s: float = 0) -> list[CaptureRecord]:
         """The captures of a request id, waiting until there are some and all are final; raises `CaptureNotFound`."""
-
-        async def ask() -> list[CaptureRecord]:
-            return await asyncio.to_thread(self.catalog.of_request, request_id)
-
+        ask = functools.partial(asyncio.to_thread, self.catalog.of_request, request_id)
         records = await self._until(
             f"request:{request_id}", ask, lambda found: bool(found) and all(map(_is_final, found)), wait_s
         )
         if not records:
             raise CaptureNotFound(f"no capture of request {request_id[:256]!r} is known here")
         return records
-
-    async def page(self, wanted: Filter, *, limit: int, cursor: str, oldest_first: bool) -> Page:
-        """A page of captures."""
-        ask = functools.partial(self.catalog.page, wanted, limit=limit, cursor=cursor, oldest_first=oldest_first)
-        return await asyncio.to_thread(ask)
-
-    async def with_content(self, hashes: Sequence[str]) -> list[CaptureRecord]:
-        """The captures of these content hashes, oldest first."""
-        return await asyncio.to_thread(self.catalog.with_content, hashes)
-
-    async def weights(self, **narrowed: str | None) -> list[WeightsHeld]:
-        """Whose weights the ready captures are of, narrowed by `dataset` and `model`."""
-        return await asyncio.to_thread(functools.partial(self.catalog.weights, **narrowed))
 
     def producers(self) -> list[Producer]:
         """What the open streams say of themselves."""
@@ -202,13 +181,11 @@ class Service:
 
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collection:
         """Applies limits, or says what that would remove."""
-        ask = functools.partial(self._retention.collect, limits, dry_run=dry_run)
-        return await self._writer.run(self._collected, ask)
+        return await self._writer.run(self._collected, self._retention.collect, limits, dry_run)
 
     async def collect_chosen(self, chosen: Chosen, *, dry_run: bool) -> Collection:
         """Removes what a person named, or says what that would be."""
-        ask = functools.partial(self._retention.collect_chosen, chosen, dry_run=dry_run)
-        return await self._writer.run(self._collected, ask)
+        return await self._writer.run(self._collected, self._retention.collect_chosen, chosen, dry_run)
 
     def shard_path(self, record: CaptureRecord, *, quarantined: bool) -> Path:
         """Where a readable capture's shard lies; otherwise raises the `CaptureError` that says why not."""
@@ -237,8 +214,8 @@ class Service:
         with self.metrics.waiting.track_inprogress():
             return await self.waiters.until(name, ask, done, min(wait_s, self.settings.max_wait_s))
 
-    def _collected(self, collect: Callable[[], Collection]) -> Collection:
-        collection = collect()
+    def _collected(self, collect: Callable[..., Collection], what: Limits | Chosen, dry_run: bool) -> Collection:
+        collection = collect(what, dry_run=dry_run)
         self._holdings.settle()
         return collection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -47,7 +48,8 @@ async def list_captures(
         weights_id=weights_id,
         since=since,
     )
-    page = await sidecar.page(wanted, limit=limit, cursor=cursor, oldest_first=order == "oldest")
+    oldest_first = order == "oldest"
+    page = await asyncio.to_thread(sidecar.catalog.page, wanted, limit=limit, cursor=cursor, oldest_first=oldest_first)
     data: list[dict[str, Any]] = [sidecar.describe(record) for record in page.records]
     return JSONResponse({"object": "list", "data": data, "next_cursor": page.next_cursor})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -50,7 +51,7 @@ class Lookup(BaseModel):
 @router.post("/v1/captures:lookup")
 async def look_up(wanted: Lookup, sidecar: Served) -> JSONResponse:
     """The captures of these contents, oldest first, whatever their state; a content that is not here has none."""
-    records = await sidecar.with_content(wanted.content_hashes)
+    records = await asyncio.to_thread(sidecar.catalog.with_content, wanted.content_hashes)
     described = [sidecar.describe(record) for record in records]
     return JSONResponse({"object": "list", "data": [{name: each[name] for name in SHOWN} for each in described]})
 
@@ -58,7 +59,7 @@ async def look_up(wanted: Lookup, sidecar: Served) -> JSONResponse:
 @router.get("/v1/weights")
 async def list_weights(sidecar: Served, dataset: str | None = None, model: str | None = None) -> JSONResponse:
     """Whose weights the ready captures are of: how many of each, and the newest; the newest weights last."""
-    held = await sidecar.weights(dataset=dataset, model=model)
+    held = await asyncio.to_thread(sidecar.catalog.weights, dataset=dataset, model=model)
     return JSONResponse({"object": "list", "data": msgspec.to_builtins(held)})
 
 
