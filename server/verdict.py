@@ -5,8 +5,8 @@ its token ids are not all the same, for a model may well give equal rows for one
 `zero_rows` and not counted there again. `wrong_content_hash` is not judged here: it needs no row.
 
 A row that is zero in some slots only is a `zero_rows` finding which names them, but not in slots that are zero in every
-row (`zero_slots`), and not for layer id 0: the embedding of a padding token is zero in many checkpoints, and what leaves
-a layer is not, unless the row is zero from the embedding on.
+row (`zero_slots`), and not for layer id 0: the embedding of a padding token is zero in many checkpoints, and what
+leaves a layer is not, unless the row is zero from the embedding on.
 
 bfloat16, float16 and float32 compare as integers once the sign is looked at apart, so the largest unsigned and the
 largest signed element of a slot tell at memory speed whether it is finite, whether it is zero, and its extremes.
