@@ -20,6 +20,8 @@ __all__ = ["NORM_NAMES", "ReferenceModel"]
 
 NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 """What models call their final norm."""
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts that a router chooses from."""
 _LAYER_NAMES = ("layers", "h", "blocks")
 
 
@@ -45,6 +47,12 @@ class ReferenceModel:
     def num_layers(self) -> int:
         """Decoder layers, N: the layer id before the final norm."""
         return len(self._layers)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether a router chooses experts for each token."""
+        config = self._model.config.get_text_config()
+        return any((getattr(config, name, 0) or 0) > 1 for name in _EXPERT_COUNTS)
 
     def in_dtype(self, dtype: str) -> ReferenceModel:
         """The same checkpoint computed in another dtype, which is loaded when it is first asked for."""

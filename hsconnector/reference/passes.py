@@ -70,7 +70,7 @@ class Claim:
         for slot, layer in enumerate(self.layer_ids):
             if self.last_is_normed and layer == reference.num_layers:
                 rounded[:, slot] = own.normed(rounded[:, slot])
-        return scales(exact, rounded, dtype)
+        return scales(exact, rounded, dtype, routed=reference.is_routed)
 
 
 def _name(layer: int, reference: ReferenceModel, normed: bool) -> str:
