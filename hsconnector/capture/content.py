@@ -44,18 +44,26 @@ class Content:
         layer_ids, lora_weights_id, mm_hashes]` without spaces (non-ASCII characters unescaped), one newline, and the
         token ids. Where the weights are not known, it is `version_1`.
         """
-        if not self.weights_id:
-            return self.version_1(token_ids)
-        weights = (self.weights_id, self.dtype, self.kv_cache_dtype)
-        return _hashed(["hsconnector/2", *weights, self.layer_ids, self.lora_weights_id, self.mm_hashes], token_ids)
+        return _hashed(self.head, token_ids)
 
     def version_1(self, token_ids: bytes) -> str:
         """The content hash of captures that do not say whose weights they are of, by names alone.
 
         As above, with `["hsconnector/1", model, model_revision, layer_ids, lora, mm_hashes]`.
         """
-        names = (self.model, self.model_revision)
-        return _hashed(["hsconnector/1", *names, self.layer_ids, self.lora, self.mm_hashes], token_ids)
+        return _hashed(self._names, token_ids)
+
+    @property
+    def head(self) -> tuple[object, ...]:
+        """What is hashed before the tokens: two contents with the same one are the same."""
+        if not self.weights_id:
+            return self._names
+        weights = (self.weights_id, self.dtype, self.kv_cache_dtype)
+        return ("hsconnector/2", *weights, self.layer_ids, self.lora_weights_id, self.mm_hashes)
+
+    @property
+    def _names(self) -> tuple[object, ...]:
+        return ("hsconnector/1", self.model, self.model_revision, self.layer_ids, self.lora, self.mm_hashes)
 
 
 class WeightsHeld(msgspec.Struct, frozen=True):

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
 from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.protocol import CaptureState, Producer
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.address import parse_address
-from hsconnector.client.captures import Held, Page
+from hsconnector.client.captures import Held, Page, Producers
 from hsconnector.client.connection import decode, require, why
 from hsconnector.client.envelope import PASSING, read_denial
 from hsconnector.errors import SidecarUnreachable
@@ -26,10 +25,6 @@ _LOOKUP = 500
 _POLL_S = 20.0
 _PAUSE_S = 0.05
 _T = TypeVar("_T")
-
-
-class _Producers(msgspec.Struct, frozen=True):
-    data: list[Producer]
 
 
 class AsyncClient:
@@ -45,7 +40,7 @@ class AsyncClient:
 
     async def producers(self) -> list[Producer]:
         """The engines that send to it now."""
-        return (await self._answer(_Producers, "GET", "/v1/producers")).data
+        return (await self._answer(Producers, "GET", "/v1/producers")).data
 
     async def weights(self, dataset: str) -> list[WeightsHeld]:
         """Whose weights the ready captures of a data set are of: how many of each; the newest last."""

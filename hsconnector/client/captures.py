@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 import msgspec
 
 from hsconnector.capture.content import WeightsHeld
-from hsconnector.capture.protocol import CaptureState, is_capture_id
+from hsconnector.capture.protocol import CaptureState, Producer, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.selection import RowRange, resolve_rows, resolve_slots
 from hsconnector.capture.shard import Capture, Framework, open_shard, parse_shard
@@ -29,7 +29,7 @@ from hsconnector.errors import (
     StoreError,
 )
 
-__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits", "Page"]
+__all__ = ["Client", "Collection", "Filters", "Held", "Leaving", "Limits", "Page", "Producers"]
 
 _POLL_S = 30.0
 """One long poll; a sidecar that stops answers earlier."""
@@ -84,6 +84,12 @@ class Collection(msgspec.Struct, frozen=True):
     held: int
     """Captures that match and stay, because they are leased or being read."""
     data: list[Leaving]
+
+
+class Producers(msgspec.Struct, frozen=True):
+    """The engines that send to a sidecar."""
+
+    data: list[Producer]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -218,6 +224,10 @@ class Client:
             if not page.next_cursor:
                 return
             query["cursor"] = page.next_cursor
+
+    def producers(self) -> list[Producer]:
+        """The engines that send to it now."""
+        return self._connection.answer(Producers, "GET", "/v1/producers").data
 
     def weights(self, *, dataset: str | None = None, model: str | None = None) -> list[WeightsHeld]:
         """Whose weights the ready captures of a data set or model are of: how many of each; the newest last."""

@@ -21,7 +21,8 @@ class CaptureDataset(Dataset[Sample]):
     `sources` are store folders and sidecar addresses. `data` is a tokenised data set (what `hsconnector extract` reads
     or saves): index `i` is its row `i`, found by content hash, and samples carry its `loss_mask`. `missing="skip"`
     leaves out what has no capture, otherwise that is an error. All captures are of one model, layer set and dtype:
-    `dataset` and `model` choose where a store holds several. `layers` (layer ids) and `rows` (first and one past the
+    `dataset`, `model` and `weights_id` (its first digits) choose where a store holds several; the rows of `data` are
+    found whatever data-set name they were captured under. `layers` (layer ids) and `rows` (first and one past the
     last) give views; `verify` compares checksums; with `local` a sidecar's shards on this host are opened directly.
 
     A sample that several sources hold is read from the next when one does not answer; after `max_failures` attempts
@@ -35,6 +36,7 @@ class CaptureDataset(Dataset[Sample]):
         *,
         dataset: str | None = None,
         model: str | None = None,
+        weights_id: str | None = None,
         sample_ids: Sequence[str] | None = None,
         data: str | os.PathLike[str] | None = None,
         missing: Literal["error", "skip"] = "error",
@@ -47,8 +49,9 @@ class CaptureDataset(Dataset[Sample]):
     ) -> None:
         view = View(layers=layers, rows=rows, verify=verify)
         self._fetcher = Fetcher(open_sources(sources, api_key, local), view, max_failures)
-        found = self._fetcher.list(dataset, model)
-        self._entries = choose_entries(found, sample_ids, data, missing)
+        by_content = data is not None and sample_ids is None
+        found = self._fetcher.list(None if by_content else dataset, model)
+        self._entries = choose_entries(found, sample_ids, data, missing, weights_id)
         self.layer_ids = common_layers(self._entries, view)
 
     def __len__(self) -> int:

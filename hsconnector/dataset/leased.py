@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client.leases import Lease, LeaseFilters, LeaseRequest, Leases
@@ -50,8 +51,9 @@ class LeasedDataset(IterableDataset[Sample]):
     Every rank and every DataLoader worker takes leases of its own, so no two get the same capture while a lease lasts:
     `deadline_s` must cover reading ahead and a step. `queue` names a pass over the captures: what is acknowledged is
     not delivered again in it, also after a restart; take another name for another epoch. Each worker reads ahead up to
-    `prefetch_bytes`, and asks for at most `lease_captures` at a time. `dataset`, `model` and `layers` (layer ids)
-    choose captures; `layers` and `rows` (first and one past the last) give views.
+    `prefetch_bytes`, and asks for at most `lease_captures` at a time. `dataset`, `model`, `layers` (layer ids) and
+    `weights_id` (its first digits) choose captures; without the last, captures of two weights raise SettingsError.
+    `layers` and `rows` (first and one past the last) give views.
 
     Iteration ends when nothing was free for `idle_s` seconds, also while the engine still makes captures; with None it
     never ends. What a crashed consumer held comes back at its deadline, so a run that wants all of it iterates until a
@@ -69,6 +71,7 @@ class LeasedDataset(IterableDataset[Sample]):
         consumer: str = "trainer",
         dataset: str | None = None,
         model: str | None = None,
+        weights_id: str | None = None,
         data: str | os.PathLike[str] | None = None,
         layers: Sequence[int] | None = None,
         rows: tuple[int, int] | None = None,
@@ -95,7 +98,7 @@ class LeasedDataset(IterableDataset[Sample]):
             count=lease_captures,
             max_bytes=prefetch_bytes,
             deadline_s=deadline_s,
-            filters=LeaseFilters(dataset, model, tuple(layers or ())),
+            filters=LeaseFilters(dataset, model, tuple(layers or ()), weights_id),
         )
         urls = [urls] if isinstance(urls, str) else list(urls)
         self._queues = [Leases(url, api_key=api_key) for url in urls]
@@ -105,9 +108,12 @@ class LeasedDataset(IterableDataset[Sample]):
         view = View(layers=layers, rows=None if self._rows else rows, verify=verify)
         self._fetcher = Fetcher(open_sources(urls, api_key, local), view, max_failures)
         self._unacked = _Unacked()
+        self._weights: str | None = None
+        """Whose weights this process reads, once that is known."""
         self._failures = Failures(max_failures)
 
     def __iter__(self) -> Iterator[Sample]:
+        self._weights = self._only_weights()
         worker = get_worker_info()
         consumer = f"{self.wanted.consumer}/worker{worker.id if worker else 0}"
         wanted = msgspec.structs.replace(self.wanted, consumer=consumer)
@@ -205,10 +211,33 @@ class LeasedDataset(IterableDataset[Sample]):
         except CaptureError:
             self._pass_over(lent)
             return None
+        self._refuse_other_weights(lent.record)
         sample = make_sample(capture, lent.record, self._row(capture))
         if self._cut is not None:
             sample |= {name: sample[name][slice(*self._cut)] for name in ("hidden_states", "token_ids", "loss_mask")}
         return {**sample, "lease": lent.lease}
+
+    def _refuse_other_weights(self, record: CaptureRecord) -> None:
+        """Raises SettingsError: equal tokens of other weights are other states, and nobody asked for both."""
+        self._weights = record.weights_id if self._weights is None else self._weights
+        if self._weights != record.weights_id:
+            raise SettingsError(
+                f"capture {record.capture_id} is of weights {record.weights_id[:12] or 'unknown'}, those before it of "
+                f"{self._weights[:12] or 'unknown'}: say whose with weights_id="
+            )
+
+    def _only_weights(self) -> str | None:
+        """Whose weights all captures of the sidecars are of, None where there are none yet; raises SettingsError."""
+        filters = self.wanted.filters
+        if filters.weights_id is not None:
+            return None
+        held: list[WeightsHeld] = []
+        for leases in self._queues:
+            with contextlib.suppress(SidecarUnreachable):
+                held += leases.weights(filters)
+        if len({each.weights_id for each in held}) > 1:
+            raise SettingsError(f"there are {', '.join(map(str, held))}: say whose are wanted with weights_id=")
+        return held[0].weights_id if held else None
 
     def _pass_over(self, lent: _Lent) -> None:
         """Acknowledges a capture that cannot be read; where that fails it comes with a later lease, and again here."""

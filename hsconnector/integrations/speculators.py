@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
-from hsconnector.capture.content import Content
+from hsconnector.capture.content import Content, choose_weights
 from hsconnector.capture.layers import parse_layer_ids
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
@@ -44,6 +44,7 @@ _TRAIN_OPTIONS = (
     ("--hsc-revision", "", "The revision the engine was started with."),
     ("--hsc-layers", "", "The layers the engine captures, if more than are trained on."),
     ("--hsc-lora", "", "The adapter that was captured."),
+    ("--hsc-weights-id", "", "Whose weights, by the first digits of their id; default: the engine's."),
     ("--hsc-wait", 120.0, "Seconds to wait for a capture or a restarting sidecar."),
 )
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
@@ -64,6 +65,8 @@ class RunSettings:
     url: str = DEFAULT_SIDECAR
     revision: str = ""
     lora: str = ""
+    weights_id: str | None = None
+    """The first digits of whose weights; None: the engine's that sends, else those of all captures."""
     wait_s: float = 120.0
     """How long a capture may take to be final, and the sidecar to come back."""
     keep: bool = False
@@ -77,7 +80,8 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self.settings = settings
         self._client: Client | None = None
         self._rows: Any = None
-        self._hinted = False
+        self._content: Content | None = None
+        self._hinted = self._hinted_weights = False
 
     def __getstate__(self) -> RunSettings:
         return self.settings
@@ -138,9 +142,51 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
     def content_hash(self, row: int) -> str:
         """What a capture of this row's tokens is found by."""
+        return self.content.hash_of(self._token_ids(row))
+
+    @property
+    def content(self) -> Content:
+        """What this run trains on, apart from tokens: of whose weights is asked of the sidecar, once.
+
+        They are those of the engine that sends to it, or of the captures that it holds. Raises SettingsError where
+        these are of several weights and `weights_id` does not say which.
+        """
+        if self._content is None:
+            found = self._patiently(self._whose)
+            if found is None:
+                return self._names  # nothing is stored and nobody sends yet
+            self._content = found
+        return self._content
+
+    @property
+    def _names(self) -> Content:
         settings = self.settings
-        content = Content(settings.model, settings.revision, settings.captured, settings.lora)
-        return content.hash_of(self._token_ids(row))
+        return Content(settings.model, settings.revision, settings.captured, settings.lora)
+
+    def _whose(self, client: Client) -> Content | None:
+        settings = self.settings
+        wanted = settings.weights_id
+        sending = {each.weights_id for each in client.producers() if each.model == settings.model}
+        if wanted is None and len(sending) == 1:
+            wanted = sending.pop()
+        held = client.weights(model=settings.model)
+        if not held:
+            return None
+        try:
+            chosen = choose_weights(held, wanted)
+        except SettingsError as error:
+            if settings.weights_id is None and wanted is not None:
+                chosen = wanted  # the engine's, of which nothing is stored yet
+            else:
+                raise SettingsError(f"{error}, with --hsc-weights-id") from error
+        others = ", ".join(str(each) for each in held if each.weights_id != chosen)
+        if others and not self._hinted_weights:
+            self._hinted_weights = True
+            log.warning("captures of other weights than %s are not taken: %s", chosen[:12] or "unknown ones", others)
+        for record in client.captures(model=settings.model, weights_id=chosen, state=CaptureState.READY):
+            if (record.layer_ids, record.lora) == (settings.captured, settings.lora):
+                return record.content
+        return None
 
     def _token_ids(self, row: int) -> bytes:
         if self._rows is None:
@@ -153,6 +199,7 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         settings, name = self.settings, f"capture {record.capture_id}"
         if record.state is CaptureState.READY:
             _check_model(name, record.model, settings.model)
+            _check_weights(name, record.weights_id, self.content.weights_id)
             settings.layers.check(name, record.layer_ids, record.num_layers)
         layers = None if record.layer_ids == settings.layers.captured else settings.layers.captured
         capture = self._patiently(lambda client: client.fetch(record, layers=layers))
@@ -232,6 +279,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
                 url=_sidecar(args),
                 revision=args.hsc_revision,
                 lora=args.hsc_lora,
+                weights_id=args.hsc_weights_id or None,
                 wait_s=args.hsc_wait,
                 keep=args.hsc_keep == "yes",
             )
@@ -295,6 +343,14 @@ def _check_model(name: str, found: str, wanted: str) -> None:
         raise SettingsError(
             f"{name} is of model {found!r}, this run is for {wanted!r}: if both are one checkpoint, add "
             f"--hsc-model {found}"
+        )
+
+
+def _check_weights(name: str, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise SettingsError(
+            f"{name} is of weights {found[:12] or 'unknown'}, this run trains on {wanted[:12] or 'unknown ones'}: the "
+            "engine's weights have changed, or another engine has answered"
         )
 
 

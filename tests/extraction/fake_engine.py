@@ -69,6 +69,8 @@ class FakeEngine:
         self.after_cut: Callable[[], bool] = lambda: True
         self.render: Callable[[dict[str, Any]], list[int] | str] | None = None
         """What `/tokenize` answers, a text for 400; None for an engine without it."""
+        self.without = 404
+        """What an engine without it answers."""
         self.rendered = 0
         self.asked: list[str] = []
         """The sample id of each request."""
@@ -130,7 +132,7 @@ class FakeEngine:
         body = json.loads(await request.body())
         self.rendered += 1
         if self.render is None:
-            return _error(404, "Not Found")
+            return _error(self.without, "made up: not here")
         said = self.render(body)
         if isinstance(said, str):
             return _error(400, said)
