@@ -193,8 +193,14 @@ def check(capture: Capture, reference: ReferenceModel) -> Report:
         first_row=row,
         first_slot=slot,
         first_layer=None if slot is None else capture.layer_ids[slot],
-        diagnosis=judged.diagnosis,
+        diagnosis=judged.diagnosis + ("" if found.ok else _kv_cache(capture)),
     )
+
+
+def _kv_cache(capture: Capture) -> str:
+    kept = capture.metadata.get("kv_cache_dtype", "")
+    own = ("", "auto", str(capture.hidden_states.dtype).removeprefix("torch."))
+    return "" if kept in own else f"; the engine kept its KV cache in {kept}, which the reference does not"
 
 
 def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:

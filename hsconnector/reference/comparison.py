@@ -12,10 +12,10 @@ is the row's scale, and a capture is as many scales away as its row is from the 
 
 A row's scale is at least its slot's median, for a row may be rounded well by chance, and at least `FLOORS`, for what is
 not rounded twice (embeddings, float32 captures) still meets other kernels; it is at most `CEILING`, for no rounding
-moves a row so far, only a pass that went wrong. Where a router chooses experts, rounding to 16 bits lets a near tie fall
-to another one, in the capture or in the pass: that row is then another by up to two thirds of its length, and later
-ones, which attend to it, by a tenth. There the scale is at least `ROUTED_FLOOR`: other layers, rows and tokens are found
-as anywhere, noise under a seventh of a row's length is not.
+moves a row so far, only a pass that went wrong. Where a router chooses experts, rounding to 16 bits lets a near tie
+fall to another one, in the capture or in the pass: that row is then another by up to two thirds of its length, and
+later ones, which attend to it, by a tenth. There the scale is at least `ROUTED_FLOOR`: other layers, rows and tokens
+are found as anywhere, noise under a seventh of a row's length is not.
 
 `hsconnector verify`, `export --check` and the demos know no other rule. Everything here takes torch tensors and needs
 no engine, sidecar or checkpoint.

@@ -128,6 +128,13 @@ def test_the_first_difference_is_named_and_explained(
     assert f"{path.stem} differs first in row {row}, slot {slot} (layer {layer})" in text and says in text
 
 
+def test_a_quantised_kv_cache_is_mentioned(tmp_path: Path, model: Path, states: torch.Tensor) -> None:
+    away = states + 1e-2 * torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+    for kept, says in (("fp8", "; the engine kept its KV cache in fp8, which the reference does not"), ("auto", "")):
+        report = check(open_shard(write(tmp_path, model, away, kv_cache_dtype=kept)), ReferenceModel(model))
+        assert not report.ok and report.diagnosis.endswith(says) and ("fp8" in report.diagnosis) is bool(says)
+
+
 class Shaky(ReferenceModel):
     """A model whose first pass goes wrong in three rows of the last slot."""
 

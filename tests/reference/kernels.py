@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "quantised_cache"]
 
 
 def eager(path: Path, token_ids: Sequence[int], layer_ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -31,6 +31,18 @@ def in_chunks(path: Path, token_ids: Sequence[int], layer_ids: Sequence[int], dt
         caught, cache = _run(model, layer_ids, input_ids=chunk, past_key_values=cache, use_cache=True)
         parts.append(caught)
     return torch.cat(parts)
+
+
+def quantised_cache(path: Path, token_ids: Sequence[int], layer_ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values of eight bits (e4m3), as an engine keeps them under `--kv-cache-dtype fp8`."""
+    tokens = torch.tensor([list(token_ids)])
+    return _run(_model(path, dtype, "eager"), layer_ids, input_ids=tokens, past_key_values=_Eight(), use_cache=True)[0]
+
+
+class _Eight(DynamicCache):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *more: Any, **options: Any) -> Any:
+        kept = [part.to(torch.float8_e4m3fn).to(part.dtype) for part in (keys, values)]
+        return super().update(*kept, *more, **options)
 
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {"eager": eager, "batched": batched, "in chunks": in_chunks}
