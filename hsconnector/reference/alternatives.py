@@ -90,7 +90,7 @@ class _Slot:
         return ""
 
     def other_rows(self) -> str:
-        """Wrong rows that are each some other row, in every slot that is wrong there: embeddings alone repeat."""
+        """Wrong rows that are each some other row, in every slot that is wrong there."""
         pairs = list(self._found_rows())
         if not pairs or len(pairs) < min(len(self.rows), _LOOKED_AT):
             return ""
@@ -125,8 +125,13 @@ class _Slot:
         for row in self.rows[:_LOOKED_AT]:
             misfits = (self.held[row] - there).norm(dim=-1) / lengths
             other = int(misfits.argmin())
-            if other != row and all(self._is_row(slot, row, other) for slot in self.wrong[row].nonzero().flatten()):
+            if other != row and self._is_row_everywhere(row, other):
                 yield row, other
+
+    def _is_row_everywhere(self, row: int, other: int) -> bool:
+        """In every slot that is wrong there; embeddings do not count, for they repeat with their token."""
+        slots = [slot for slot in self.wrong[row].nonzero().flatten() if self.expected.claims[slot] != "layer 0"]
+        return bool(slots) and all(self._is_row(slot, row, other) for slot in slots)
 
     def _is_row(self, slot: int, row: int, other: int) -> bool:
         held, there = self.states[row, slot].float(), self._of(self.expected.claims[slot])

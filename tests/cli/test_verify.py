@@ -176,7 +176,7 @@ def test_a_whole_store_with_a_report_goes_on_where_it_was_stopped(
 ) -> None:
     folder, report = tmp_path / "captures" / "ab", tmp_path / "report.jsonl"
     folder.mkdir(parents=True)
-    paths = [write(folder, model, states, capture_id=f"{number:032x}") for number in range(7)]
+    paths = [write(folder, model, states, capture_id=f"{number:032x}") for number in range(1, 8)]
     assert len(verified(capsys, tmp_path, "--every", "1")[1]) == 7
     newest = [path.stem for path in reversed(paths)]
     code, reports = verified(capsys, tmp_path, "--every", "3", "--report", report)
@@ -185,7 +185,8 @@ def test_a_whole_store_with_a_report_goes_on_where_it_was_stopped(
     with report.open("a") as file:
         file.write('{"capture_id": "half a li')
     overwrite(paths[2], paths[2].read_bytes()[:-1])
-    write(folder, model, states, capture_id=f"{1:032x}", lora="style")
+    paths[1].unlink()
+    write(folder, model, states, capture_id=paths[1].stem, lora="style")
     code, reports = verified(capsys, tmp_path, "--every", "1", "--report", report)
     assert code == 1 and len(reports) == 4
     wrong = {line["source"]: line["diagnosis"] for line in reports if not line["ok"]}
