@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from hsconnector.errors import SettingsError
-from hsconnector.reference.comparison import FLOORS, MEDIAN_LIMIT, ROW_LIMIT, Expected, compare, ranges, scales
+from hsconnector.reference.comparison import (
+    CEILING,
+    FLOORS,
+    MEDIAN_LIMIT,
+    ROUTED_FLOOR,
+    ROW_LIMIT,
+    Expected,
+    compare,
+    ranges,
+    scales,
+)
 
 LAYERS = torch.randn(20, 7, 16, generator=torch.Generator().manual_seed(0))
 NAMES = tuple(f"layer {layer}" for layer in range(7))
@@ -82,6 +92,17 @@ def test_a_row_that_rounding_hardly_moved_or_moved_out_of_range_has_the_scale_of
     torch.testing.assert_close(scale, torch.full_like(scale, 0.01), rtol=1e-3, atol=0)
     least = scales(exact, exact, "float16") / exact.norm(dim=-1)
     torch.testing.assert_close(least, torch.full_like(least, FLOORS["float16"]))
+
+
+def test_a_pass_that_went_wrong_is_no_measure() -> None:
+    scale = scales(captured(), captured() * 1.5, "bfloat16") / captured().norm(dim=-1)
+    torch.testing.assert_close(scale, torch.full_like(scale, CEILING))
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", ROUTED_FLOOR), ("float32", FLOORS["float32"])])
+def test_routed_experts_are_coarser_in_16_bits(dtype: str, least: float) -> None:
+    scale = scales(captured(), captured(), dtype, routed=True) / captured().norm(dim=-1)
+    torch.testing.assert_close(scale, torch.full_like(scale, least))
 
 
 def test_shapes_that_differ_are_refused() -> None:
