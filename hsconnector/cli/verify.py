@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,13 +16,14 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from hsconnector.capture.header import open_header
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.shard import Capture, open_shard
 from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.show import columns, plain
 from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.client.sources import FolderSource
-from hsconnector.errors import CaptureError, CaptureNotFound, SettingsError, ShardError
+from hsconnector.errors import CaptureError, CaptureNotFound, SettingsError, ShardError, StoreError
 from hsconnector.reference.model import ReferenceModel
 from hsconnector.reference.passes import Claim
 
@@ -62,6 +64,8 @@ class _Found:
 
     name: str
     open: Callable[[], Capture]
+    weights_id: str | None = None
+    """None where it was asked for by its own name, or cannot be read."""
 
 
 @with_older_names
@@ -83,6 +87,10 @@ def verify(
             "computed again, and what was found wrong still counts: repeat a command that was stopped, and it goes on."
         ),
     ] = None,
+    weights_id: Annotated[
+        str | None,
+        typer.Option(help="Whose weights, by their first digits; default: those of the newest capture that is there."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where Hugging Face computes; empty: a GPU if there is one.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -94,8 +102,12 @@ def verify(
     """
     console = Console(stderr=True)
     with Client(sidecar) as client:
-        spread = islice(_captures(sources or [], client), 0, None, every or 1)
+        chosen = _OfOneWeights(weights_id)
+        spread = islice(chosen.among(_captures(sources or [], client)), 0, None, every or 1)
         found = list(islice(spread, None if n is None and every else n or 4))
+        if chosen.others:
+            counts = ", ".join(f"{count} of {name[:12] or 'unknown ones'}" for name, count in chosen.others.items())
+            typer.echo(f"captures of other weights are left out: {counts}; --weights-id chooses them", err=True)
         if not found:
             raise CaptureNotFound(f"nothing to verify in {', '.join(sources or [sidecar])}")
         reporting = _Reporting(report)
@@ -111,6 +123,25 @@ def verify(
         typer.echo(f"{len(found) - len(left)} of {len(found)} captures were in {report} already", err=True)
     if not all(reporting.done[capture.name] for capture in found):
         raise typer.Exit(1)
+
+
+class _OfOneWeights:
+    """The captures of one model's weights: a checkpoint says nothing of captures that other weights made."""
+
+    def __init__(self, wanted: str | None) -> None:
+        self.wanted = wanted
+        self.others: Counter[str] = Counter()
+
+    def among(self, found: Iterator[_Found]) -> Iterator[_Found]:
+        """Those that are chosen; without a choice, what is of the same weights as the first, which is the newest."""
+        for each in found:
+            weights = each.weights_id
+            if weights is not None and self.wanted is None:
+                self.wanted = weights
+            if weights is None or weights == self.wanted or (self.wanted and weights.startswith(self.wanted)):
+                yield each
+            else:
+                self.others[weights] += 1
 
 
 class _Reporting:
@@ -213,15 +244,22 @@ def _refuse_incomparable(capture: Capture, reference: ReferenceModel) -> None:
 def _captures(sources: Sequence[str], client: Client) -> Iterator[_Found]:
     if not sources:
         for record in client.captures(state=CaptureState.READY):
-            yield _Found(record.capture_id, partial(client.fetch, record))
+            yield _Found(record.capture_id, partial(client.fetch, record), record.weights_id)
     for source in sources:
         if Path(source).is_dir():
             for path in FolderSource(Path(source)).shards():
-                yield _Found(path.stem, partial(open_shard, path, verify=True))
+                yield _Found(path.stem, partial(open_shard, path, verify=True), _weights_in(path))
         elif Path(source).exists() or source.endswith(".safetensors"):
             yield _Found(Path(source).stem, partial(open_shard, source, verify=True))
         else:
             yield _Found(source.rstrip("/").rpartition("/")[2], partial(client.fetch, source))
+
+
+def _weights_in(path: Path) -> str | None:
+    try:
+        return open_header(path).metadata.get("weights_id", "")
+    except (ShardError, StoreError):
+        return None  # what is wrong with it is said when it is compared
 
 
 def _print(reports: list[Report]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,21 @@ def test_the_named_checkpoint_wins(
     other = tiny_qwen3(tmp_path / "other", seed=1)
     code, (report,) = verified(capsys, path, "--model", other)
     assert code == 1 and "was another checkpoint captured?" in report["diagnosis"]
+
+
+def test_captures_of_other_weights_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, states: torch.Tensor
+) -> None:
+    """The checkpoint has been replaced (vllm#57810): what the old one made is not wrong, it is another's."""
+    a, b = "a" * 64, "b" * 64
+    (tmp_path / "captures").mkdir()
+    old = write(tmp_path / "captures", model, states * 1.5, weights_id=a)
+    time.sleep(0.002)  # ids of one millisecond are in no order
+    new = write(tmp_path / "captures", model, states, weights_id=b)
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(tmp_path)])
+    said = capsys.readouterr()
+    assert not caught.value.code and new.stem in said.out and old.stem not in said.out
+    assert "captures of other weights are left out: 1 of aaaaaaaaaaaa; --weights-id chooses them" in said.err
+    code, (report,) = verified(capsys, tmp_path, "--weights-id", "a")
+    assert code == 1 and report["capture_id"] == old.stem
