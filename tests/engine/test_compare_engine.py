@@ -64,6 +64,7 @@ def captured(
     name, dtype = request.param
     folder, chosen = tmp_path_factory.getbasetemp() / f"{name}-compared", getattr(torch, dtype)
     folder.mkdir(exist_ok=True)
+    layers: tuple[int, ...]
     if name == "smollm2":
         model, layers = smollm2(folder, chosen), (0, 2, 15, 27, 30)
         prompts = chats(model, SAMPLES)
