@@ -2,8 +2,8 @@
 
     python deploy/overlay.py WHEEL FOLDER
 
-FOLDER, first on PYTHONPATH, then holds `vllm` as the version of WHEEL with "+cpu". It runs as long as that version calls
-the kernels as the installed one does; the tests find out.
+FOLDER, first on PYTHONPATH, then holds `vllm` as the version of WHEEL with "+cpu". It runs as long as that version
+calls the kernels as the installed one does; the tests find out.
 """
 
 from __future__ import annotations

@@ -193,6 +193,7 @@ def _row(record: CaptureRecord) -> dict[str, object]:
         "record": _encode(record),
         "ended": (record.finished or record.created) if record.state in _LEFT else None,
         "reason": record.reason or "",
+        "weights_id": record.weights_id,
     }
 
 

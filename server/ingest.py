@@ -212,6 +212,7 @@ class Ingest:
             self._holdings.end(msgspec.structs.replace(record, state=CaptureState.FAILED, reason=reason, detail=detail))
             return _failed(reason, detail)
         capture = OpenCapture(Assembly(info, producer.row_bytes), judge, shard)
+        stream.weights_id = info.weights_id
         stream.open[info.capture_id] = capture
         self._owners[info.capture_id] = stream
         self._holdings.catalog.put(record)

@@ -45,6 +45,8 @@ class LeaseFilter(msgspec.Struct, frozen=True, kw_only=True):
     sample_id: str | None = None
     model: str | None = None
     model_revision: str | None = None
+    weights_id: str | None = None
+    """Its first digits; "" for captures that do not say."""
     lora: str | None = None
     layer_ids: tuple[int, ...] = ()
     """Layers that a capture must hold; it may hold more."""
@@ -55,9 +57,14 @@ class LeaseFilter(msgspec.Struct, frozen=True, kw_only=True):
         """What the index has no column for."""
         return (
             (self.model_revision is None or record.model_revision == self.model_revision)
+            and (self.weights_id is None or _begins(record.weights_id, self.weights_id))
             and (self.lora is None or record.lora == self.lora)
             and set(self.layer_ids) <= set(record.layer_ids)
         )
+
+
+def _begins(weights_id: str, digits: str) -> bool:
+    return weights_id.startswith(digits) if digits else not weights_id
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.protocol import (
     MAX_MESSAGES_BYTES,
     BatchAnswer,
@@ -177,9 +178,13 @@ class Service:
         """The captures of these content hashes, oldest first."""
         return await asyncio.to_thread(self.catalog.with_content, hashes)
 
+    async def weights(self, **narrowed: str | None) -> list[WeightsHeld]:
+        """Whose weights the ready captures are of, narrowed by `dataset` and `model`."""
+        return await asyncio.to_thread(functools.partial(self.catalog.weights, **narrowed))
+
     def producers(self) -> list[Producer]:
         """What the open streams say of themselves."""
-        return [stream.producer for stream in list(self._ingest.streams.values())]
+        return [stream.now for stream in list(self._ingest.streams.values())]
 
     async def delete(self, capture_id: str) -> None:
         """Removes a capture; nothing changes where that was done before."""

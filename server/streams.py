@@ -22,6 +22,7 @@ from hsconnector.capture.protocol import (
     decode,
     encode,
     is_capture_id,
+    is_weights_id,
 )
 from hsconnector.errors import ProtocolError
 from server.assembler import Assembly
@@ -69,6 +70,15 @@ class ProducerStream:
     """When the producer was last heard of, in monotonic seconds."""
     waiting: int = 0
     """Batches that have arrived and are not answered."""
+    weights_id: str = ""
+    """Those of its newest capture, where they have changed since the stream began."""
+
+    @property
+    def now(self) -> Producer:
+        """What it says of itself, with the weights that its newest capture is of."""
+        if not self.weights_id:
+            return self.producer
+        return msgspec.structs.replace(self.producer, weights_id=self.weights_id)
 
     def touch(self) -> None:
         """Notes that the producer has just been heard of."""
@@ -121,7 +131,10 @@ def _check_producer(producer: Producer) -> None:
         raise unprocessable(
             "patience_s", f"patience_s is {producer.patience_s}, it must be a finite number of seconds, more than 0"
         )
-    for name in ("engine_id", "model", "model_revision", "vllm_version"):
+    if not is_weights_id(producer.weights_id):
+        shown = producer.weights_id[:64]
+        raise unprocessable("weights_id", f"weights_id {shown!r} is not 64 lower-case hex digits")
+    for name in ("engine_id", "model", "model_revision", "vllm_version", "kv_cache_dtype"):
         length = len(getattr(producer, name).encode())
         if length > MAX_NAME_BYTES:
             raise unprocessable(name, f"{name} has {length} bytes, the most is {MAX_NAME_BYTES}")
@@ -137,6 +150,9 @@ def check_info(info: CaptureInfo) -> str:
         return f"created is {info.created}, not seconds since the epoch"
     if len(info.request_id.encode()) > MAX_REQUEST_ID_BYTES:
         return f"the request id has more than {MAX_REQUEST_ID_BYTES} bytes"
+    for name in ("weights_id", "lora_weights_id"):
+        if not is_weights_id(getattr(info, name)):
+            return f"{name} {getattr(info, name)[:64]!r} is not 64 lower-case hex digits"
     return _check_texts(info)
 
 

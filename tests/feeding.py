@@ -89,8 +89,12 @@ class Feeder:
         """The end of a capture without a shard."""
         self.send(Fail(capture_id, reason, detail))
 
-    def send(self, *messages: Message, payload: bytes = b"") -> BatchAnswer:
+    def close_stream(self) -> None:
+        """The engine ends in order."""
+        self.send(close=True)
+
+    def send(self, *messages: Message, payload: bytes = b"", close: bool = False) -> BatchAnswer:
         """One batch."""
-        body = b"".join(encode_batch(Batch(self._id, self._seq, messages), [payload]))
+        body = b"".join(encode_batch(Batch(self._id, self._seq, messages, close), [payload]))
         self._seq += 1
         return decode(self._http.post("/v1/ingest", content=body).raise_for_status().content, BatchAnswer)

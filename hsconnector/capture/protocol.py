@@ -62,6 +62,7 @@ __all__ = [
     "encode",
     "encode_batch",
     "is_capture_id",
+    "is_weights_id",
     "new_capture_id",
     "pack_token_ids",
     "unpack_token_ids",
@@ -182,6 +183,8 @@ class Producer(msgspec.Struct, frozen=True, kw_only=True):
     """Random, one per producer's life. A new stream of the same instance ends the one before: it was given up."""
     weights_id: str = ""
     """Whose weights the engine had loaded when the stream's producer started, 64 hex digits; empty: not known."""
+    kv_cache_dtype: str = ""
+    """What keys and values are kept in, such as "fp8_e4m3"; empty: in `dtype`, or not known."""
     patience_s: float = 30.0
     """An answer that takes longer means to the producer that the sidecar is lost."""
 
@@ -224,6 +227,8 @@ class CaptureInfo(msgspec.Struct, frozen=True, kw_only=True):
     expected_content_hash: str = ""
     weights_id: str = ""
     """Whose weights, where they have changed since the producer started; empty: the producer's."""
+    lora_weights_id: str = ""
+    """Whose weights the adapter `lora` has, 64 hex digits."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -348,6 +353,11 @@ def new_capture_id() -> str:
 def is_capture_id(text: str) -> bool:
     """Whether a text has the shape of a capture id; nothing else ever becomes part of a path."""
     return len(text) == 32 and all(c in "0123456789abcdef" for c in text)
+
+
+def is_weights_id(text: str) -> bool:
+    """Whether a text has the shape of a weights id, or is empty: not known."""
+    return not text or (len(text) == 64 and all(c in "0123456789abcdef" for c in text))
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:

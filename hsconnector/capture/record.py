@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -121,6 +122,10 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
     sample_id: str = ""
     tags: dict[str, str] = {}
     lora: str = ""
+    weights_id: str = ""
+    """Whose weights, 64 hex digits; empty where they are not known."""
+    kv_cache_dtype: str = ""
+    lora_weights_id: str = ""
     finish_reason: str = ""
     content_hash: str = ""
     data_hash: str = ""
@@ -144,7 +149,16 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def content(self) -> Content:
         """What it is of, apart from its tokens and from images and the like, which no record names."""
-        return Content(self.model, self.model_revision, self.layer_ids, self.lora)
+        return Content(
+            model=self.model,
+            model_revision=self.model_revision,
+            layer_ids=self.layer_ids,
+            lora=self.lora,
+            weights_id=self.weights_id,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            lora_weights_id=self.lora_weights_id,
+        )
 
     @property
     def consumed(self) -> bool:
@@ -187,6 +201,9 @@ def record_of(producer: Producer, info: CaptureInfo) -> CaptureRecord:
         sample_id=info.sample_id,
         tags=info.tags,
         lora=info.lora,
+        weights_id=info.weights_id or producer.weights_id,
+        kv_cache_dtype=producer.kv_cache_dtype,
+        lora_weights_id=info.lora_weights_id,
         created=info.created,
     )
 
@@ -216,7 +233,17 @@ def metadata_of(producer: Producer, info: CaptureInfo) -> dict[str, str]:
         "lora": info.lora,
         "finish_reason": "",
         "created": f"{info.created:.3f}",
+        **_known(
+            weights_id=info.weights_id or producer.weights_id,
+            kv_cache_dtype=producer.kv_cache_dtype,
+            lora_weights_id=info.lora_weights_id,
+        ),
     }
+
+
+def _known(**texts: str) -> dict[str, str]:
+    """What shards of sidecars that told no weights apart do not say, and others only where they know it."""
+    return {name: text for name, text in texts.items() if text}
 
 
 _TEXTS = (
@@ -234,7 +261,7 @@ def record_of_header(header: ShardHeader, state: CaptureState, *, complete: bool
     not in the header.
     """
     said = header.metadata
-    facts = said if complete else _UNSAID | {name: value for name, value in said.items() if value}
+    facts: Mapping[str, str] = said if complete else _UNSAID | {name: value for name, value in said.items() if value}
     try:
         record = CaptureRecord(
             capture_id=facts["capture_id"],
@@ -255,6 +282,9 @@ def record_of_header(header: ShardHeader, state: CaptureState, *, complete: bool
             sample_id=facts["sample_id"],
             tags=msgspec.json.decode(facts["tags"], type=dict[str, str]),
             lora=facts["lora"],
+            weights_id=said.get("weights_id", ""),
+            kv_cache_dtype=said.get("kv_cache_dtype", ""),
+            lora_weights_id=said.get("lora_weights_id", ""),
             finish_reason=facts["finish_reason"],
             content_hash=facts["content_hash"],
             data_hash=facts["data_hash"],

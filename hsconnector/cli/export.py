@@ -24,7 +24,7 @@ from hsconnector.formats.draft_vocab import DraftVocabulary
 from hsconnector.formats.exporter import Exporter, FileOutcome, Link
 from hsconnector.formats.manifest import MANIFEST, Manifest, foreign_files, read_manifest
 from hsconnector.formats.norm import NormKind
-from hsconnector.formats.prepare import ExportRequest, Prepared, prepare
+from hsconnector.formats.prepare import ExportRequest, Prepared, named, prepare
 from hsconnector.prompts.labels import DataRow, read_tokens
 from hsconnector.reference.model import ReferenceModel
 
@@ -55,7 +55,13 @@ def export(
         str,
         typer.Option(help="The data set (JSON lines, Parquet, Arrow), for row indices and loss masks; default: none."),
     ] = "",
-    dataset: Annotated[str, typer.Option(help="Only captures under this data-set name; default: all.")] = "",
+    dataset: Annotated[
+        str,
+        typer.Option(help="Only captures under this data-set name; default: all. Rows of --data are found by content."),
+    ] = "",
+    weights_id: Annotated[
+        str | None, typer.Option(help="Only captures of these weights; the first digits are enough.")
+    ] = None,
     ids: Annotated[
         list[str] | None, typer.Option("--id", help="Only this capture or sample id; repeatable; default: all.")
     ] = None,
@@ -101,6 +107,7 @@ def export(
         format=find_format(format),
         data=Path(data) if data else None,
         dataset=dataset or None,
+        weights_id=weights_id,
         ids=tuple(ids or ()),
         layers=layers,
         model=model,
@@ -223,6 +230,11 @@ class _Run:
         if not prepared.masked:
             elsewhere = "" if self.request.format.has_mask else f" ({about.format} takes masks from its data set)"
             self._say(f"no loss masks were given: every token counts{elsewhere}")
+        if prepared.left_out:
+            self._say(f"captures of other weights are left out: {', '.join(map(str, prepared.left_out))}")
+        if prepared.other_names:
+            which = "are taken too" if self.request.data else "are left out"
+            self._say(f"captures under other data-set names {which}: {plain(named(prepared.other_names))}")
         if assigned.repeated:
             self._say(f"{assigned.repeated} captures are left out: a later one holds the same sample")
         if assigned.unused:

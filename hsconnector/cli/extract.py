@@ -25,6 +25,7 @@ from hsconnector.client import DEFAULT_SIDECAR
 from hsconnector.client.async_client import AsyncClient
 from hsconnector.client.connection import connect_async
 from hsconnector.errors import HSConnectorError, SettingsError, SidecarUnreachable, UnsupportedError
+from hsconnector.extraction.adapter import adapter_weights
 from hsconnector.extraction.content import choose_content
 from hsconnector.extraction.engine import Engine, EngineUnusable, engine_url, served_model
 from hsconnector.extraction.extraction import Extraction, Order
@@ -136,6 +137,13 @@ def extract(
     ] = None,
     engine_key: Annotated[str, typer.Option(envvar="VLLM_API_KEY", help="The engine's key; default: none.")] = "",
     api_key: Annotated[str, typer.Option(envvar="HSC_API_KEY", help="The sidecar's key; default: none.")] = "",
+    accept_unknown_weights: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unknown-weights",
+            help="Also take captures that do not say whose weights they are of, by the model's name.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Asks a running engine for every row of DATA until the sidecar has a sound capture of each.
@@ -166,6 +174,7 @@ def extract(
         concurrency=concurrency,
         attempts=attempts,
         capture_timeout_s=capture_timeout,
+        accept_unknown_weights=accept_unknown_weights,
     )
     options = Options(
         rows=open_rows(data),
@@ -247,18 +256,38 @@ class _Run:
             chosen, base = served_model(await engine.models(), name, engine.url)
             name = chosen.id
             lora = chosen.id if chosen is not base else ""
-            contents[engine.url] = await self._content_of(sidecar, base.root or base.id, lora)
+            content = await self._content_of(sidecar, base.root or base.id, lora)
+            if lora and content.weights_id:
+                adapter = await adapter_weights(engine, sidecar, lora, wait_s=self.options.order.capture_timeout_s)
+                content = replace(content, lora_weights_id=adapter)
+            contents[engine.url] = content
             lengths.append(base.max_model_len or 0)
         if len(set(contents.values())) > 1:
             found = "; ".join(
-                f"{url}: {content.model!r} {list(content.layer_ids)}" for url, content in contents.items()
+                f"{url}: {content.model!r} {list(content.layer_ids)} {content.dtype}, weights "
+                f"{content.weights_id[:12] or 'unknown'}"
+                for url, content in contents.items()
             )
             raise SettingsError(
                 f"the engines would give different states: {found}; extract from each in a run of its own"
             )
         known = [length for length in lengths if length]
         order = replace(self.options.order, model=name)
-        return order, next(iter(contents.values())), min(known) - 1 if known else 0
+        content = next(iter(contents.values()))
+        await self._note_others(sidecar, content)
+        return order, content, min(known) - 1 if known else 0
+
+    async def _note_others(self, sidecar: AsyncClient, content: Content) -> None:
+        """Counts the captures under this data-set name that are of other weights, and says so before it asks."""
+        taken = {content.weights_id, *([""] if self.options.order.accept_unknown_weights else [])}
+        others = [each for each in await sidecar.weights(self.options.order.dataset) if each.weights_id not in taken]
+        self.ledger.other_weights = sum(each.captures for each in others)
+        if others:
+            typer.echo(
+                f"the engine's weights are {content.weights_id[:12] or 'unknown'}; captures of others are not taken: "
+                f"{', '.join(map(str, others))}",
+                err=True,
+            )
 
     async def _content_of(self, sidecar: AsyncClient, model: str, lora: str) -> Content:
         end = time.monotonic() + _SEEN_WITHIN_S

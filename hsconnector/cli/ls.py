@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hsconnector.capture.protocol import CaptureState
+from hsconnector.capture.content import choose_weights
+from hsconnector.capture.protocol import CaptureState, is_weights_id
 from hsconnector.capture.record import CaptureRecord, public_fields
 from hsconnector.cli.options import SidecarOption, with_older_names
 from hsconnector.cli.quantities import parse_duration
@@ -32,6 +33,9 @@ def ls(
     sample_id: Annotated[str | None, typer.Option(help="Only captures of this sample.")] = None,
     state: Annotated[CaptureState | None, typer.Option(help="Only captures in this state.")] = None,
     model: Annotated[str | None, typer.Option(help="Only captures of this model, as the engine names it.")] = None,
+    weights_id: Annotated[
+        str | None, typer.Option(help="Only captures of these weights; the first digits are enough.")
+    ] = None,
     request_id: Annotated[str | None, typer.Option(help="Only captures of this request, by the engine's id.")] = None,
     client_id: Annotated[str | None, typer.Option(help="Only captures of this request, by the client's id.")] = None,
     content_hash: Annotated[str | None, typer.Option(help="Only captures with this content hash.")] = None,
@@ -40,7 +44,7 @@ def ls(
     totals: Annotated[bool, typer.Option("--totals", help="Count and add up everything that matches.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Lists captures, the newest first: state, rows, slots, size, data set and sample.
+    """Lists captures, the newest first: state, rows, slots, size, whose weights, data set and sample.
 
     With --totals: how many there are in each state and how much room they take, whatever --limit says.
     """
@@ -54,6 +58,7 @@ def ls(
             sample_id=sample_id,
             state=state,
             model=model,
+            weights_id=None if weights_id is None else _whole_id(client, weights_id),
             request_id=request_id,
             client_id=client_id,
             content_hash=content_hash,
@@ -71,6 +76,10 @@ def ls(
     _print_table(chosen)
     if more:
         typer.echo(f"the newest {limit}; there are more: --limit 0 lists all, --totals counts them", err=True)
+
+
+def _whole_id(client: Client, begun: str) -> str:
+    return begun if is_weights_id(begun) else choose_weights(client.weights(), begun)
 
 
 def _print_table(records: Sequence[CaptureRecord]) -> None:

@@ -48,7 +48,8 @@ def show_progress(ledger: Ledger) -> Iterator[Callable[[], None]]:
             bar.update(task, completed=ledger.done, rate=pace.text(), left=pace.left())
             if bar.disable and time.monotonic() - said > _LINE_EVERY_S:
                 said = time.monotonic()
-                console.print(f"{ledger.done}/{ledger.total} rows, {pace.text()}, {pace.left()}", highlight=False)
+                line = f"{ledger.done}/{ledger.total} rows, {pace.text()}, {pace.left()}"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
 
         yield changed
 

@@ -23,7 +23,7 @@ from hsconnector.errors import CaptureNotFound
 
 __all__ = ["HEADINGS", "cells", "columns", "plain", "readable_bytes", "show"]
 
-HEADINGS = ("capture", "created", "state", "rows", "slots", "size", "dataset", "sample", "request")
+HEADINGS = ("capture", "created", "state", "rows", "slots", "size", "weights", "dataset", "sample", "request")
 """Of the `cells` of a record in a list."""
 _LATEST = 20
 
@@ -77,6 +77,7 @@ def cells(record: CaptureRecord) -> list[str]:
         str(record.num_rows),
         str(len(record.layer_ids)),
         readable_bytes(record.size),
+        record.weights_id[:12],
         record.dataset,
         record.sample_id,
         record.request_id,

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
+from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.protocol import CaptureState, Producer
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.address import parse_address
-from hsconnector.client.captures import Page
+from hsconnector.client.captures import Held, Page, Producers
 from hsconnector.client.connection import decode, require, why
 from hsconnector.client.envelope import PASSING, read_denial
 from hsconnector.errors import SidecarUnreachable
@@ -25,10 +25,6 @@ _LOOKUP = 500
 _POLL_S = 20.0
 _PAUSE_S = 0.05
 _T = TypeVar("_T")
-
-
-class _Producers(msgspec.Struct, frozen=True):
-    data: list[Producer]
 
 
 class AsyncClient:
@@ -44,7 +40,11 @@ class AsyncClient:
 
     async def producers(self) -> list[Producer]:
         """The engines that send to it now."""
-        return (await self._answer(_Producers, "GET", "/v1/producers")).data
+        return (await self._answer(Producers, "GET", "/v1/producers")).data
+
+    async def weights(self, dataset: str) -> list[WeightsHeld]:
+        """Whose weights the ready captures of a data set are of: how many of each; the newest last."""
+        return (await self._answer(Held, "GET", "/v1/weights", params={"dataset": dataset})).data
 
     async def lookup(self, hashes: Sequence[str]) -> dict[str, list[CaptureRecord]]:
         """The captures of each content hash, oldest first; a record holds what names it and its state, no layers."""

@@ -12,7 +12,8 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 
 import msgspec
 
-from hsconnector.capture.protocol import CaptureState, is_capture_id
+from hsconnector.capture.content import WeightsHeld
+from hsconnector.capture.protocol import CaptureState, Producer, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.selection import RowRange, resolve_rows, resolve_slots
 from hsconnector.capture.shard import Capture, Framework, open_shard, parse_shard
@@ -28,7 +29,7 @@ from hsconnector.errors import (
     StoreError,
 )
 
-__all__ = ["Client", "Collection", "Filters", "Leaving", "Limits", "Page"]
+__all__ = ["Client", "Collection", "Filters", "Held", "Leaving", "Limits", "Page", "Producers"]
 
 _POLL_S = 30.0
 """One long poll; a sidecar that stops answers earlier."""
@@ -47,6 +48,8 @@ class Filters(TypedDict, total=False):
     state: str | None
     content_hash: str | None
     model: str | None
+    weights_id: str | None
+    """Whose weights, all 64 digits; "" for captures that do not say."""
     since: float | None
     """Seconds since the epoch, compared with `created`."""
 
@@ -81,6 +84,18 @@ class Collection(msgspec.Struct, frozen=True):
     held: int
     """Captures that match and stay, because they are leased or being read."""
     data: list[Leaving]
+
+
+class Producers(msgspec.Struct, frozen=True):
+    """The engines that send to a sidecar."""
+
+    data: list[Producer]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Whose weights captures are of."""
+
+    data: list[WeightsHeld]
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -209,6 +224,16 @@ class Client:
             if not page.next_cursor:
                 return
             query["cursor"] = page.next_cursor
+
+    def producers(self) -> list[Producer]:
+        """The engines that send to it now."""
+        return self._connection.answer(Producers, "GET", "/v1/producers").data
+
+    def weights(self, *, dataset: str | None = None, model: str | None = None) -> list[WeightsHeld]:
+        """Whose weights the ready captures of a data set or model are of: how many of each; the newest last."""
+        narrowed = {"dataset": dataset, "model": model}
+        query = {name: value for name, value in narrowed.items() if value is not None}
+        return self._connection.answer(Held, "GET", "/v1/weights", params=query).data
 
     def delete(self, handle: str | CaptureRecord) -> None:
         """Removes a capture; harmless when repeated."""

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.record import CaptureRecord
-from hsconnector.client.captures import Page
+from hsconnector.client.captures import Held, Page
 from hsconnector.client.connection import Connection
 
 __all__ = ["Holding", "Lease", "LeaseFilters", "LeaseRequest", "Leases"]
@@ -23,6 +24,8 @@ class LeaseFilters(msgspec.Struct, frozen=True):
     model: str | None = None
     layer_ids: tuple[int, ...] = ()
     """Captures that hold at least these layers."""
+    weights_id: str | None = None
+    """The first digits of whose weights; "" for captures that do not say."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +125,12 @@ class Leases:
         """The capture that began last, whatever its state."""
         page = self._connection.answer(Page, "GET", "/v1/captures", params={"limit": "1"}, repeat=False)
         return next(iter(page.data), None)
+
+    def weights(self, filters: LeaseFilters) -> list[WeightsHeld]:
+        """Whose weights the ready captures of a data set and model are of; the newest last."""
+        narrowed = {"dataset": filters.dataset, "model": filters.model}
+        query = {name: value for name, value in narrowed.items() if value is not None}
+        return self._connection.answer(Held, "GET", "/v1/weights", params=query).data
 
     def _post(self, path: str, body: object, kind: type[_T], **what: object) -> _T:
         content = msgspec.json.encode(body)

@@ -28,6 +28,8 @@ class Unready:
     capture_id: str
     sample_id: str
     reason: str
+    dataset: str | None = None
+    """None where that cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class FolderSource:
                 record = _record_of(path)
                 if _chosen(record, dataset, ids):
                     reason = f"capture {record.capture_id} is unsound: it is in quarantine"
-                    yield Unready(record.capture_id, record.sample_id, reason)
+                    yield Unready(record.capture_id, record.sample_id, reason, record.dataset)
 
 
 class SidecarSource:
@@ -137,7 +139,7 @@ class SidecarSource:
         ready = [record for record in records if record.state is CaptureState.READY]
         ready.sort(key=lambda record: record.capture_id)
         others = [
-            Unready(record.capture_id, record.sample_id, _state(record))
+            Unready(record.capture_id, record.sample_id, _state(record), record.dataset)
             for record in records
             if record.state is not CaptureState.READY
         ]

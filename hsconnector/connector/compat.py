@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 WishOf = Callable[[Any, str], Wish]
+AdapterOf = Callable[[Any], str]
+"""From a `LoRARequest` to the weights id of its adapter."""
 
 
 def vllm_version() -> str:
@@ -154,8 +156,21 @@ def producer(
         block_size=block_size,
         instance=secrets.token_hex(8),
         weights_id=weights_id,
+        kv_cache_dtype=kv_cache_dtype(vllm_config),
         patience_s=patience_s,
     )
+
+
+def kv_cache_dtype(vllm_config: Any) -> str:
+    """What keys and values are kept in, such as "fp8_e4m3", also where the checkpoint asks for it.
+
+    Empty where they are in the model's dtype.
+    """
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    model = vllm_config.model_config
+    resolved = str(resolve_kv_cache_dtype_string(str(vllm_config.cache_config.cache_dtype), model))
+    return "" if resolved in ("auto", str(model.dtype).removeprefix("torch.")) else resolved
 
 
 def is_first_tensor_rank() -> bool:
@@ -209,12 +224,12 @@ def block_major(cache: torch.Tensor, num_slots: int, hidden_size: int, spec_bloc
 # ---- the scheduler's output
 
 
-def scheduled(output: Any, group: int, wish_of: WishOf) -> Scheduled:
+def scheduled(output: Any, group: int, wish_of: WishOf, adapter_of: AdapterOf = lambda _: "") -> Scheduled:
     """One `SchedulerOutput` in the tracker's words; `group` picks the hidden group's blocks."""
     cached = output.scheduled_cached_reqs
     return Scheduled(
         preempted=tuple(output.preempted_req_ids or ()),
-        arrivals=[_arrival_or_problem(request, group, wish_of) for request in output.scheduled_new_reqs],
+        arrivals=[_arrival_or_problem(request, group, wish_of, adapter_of) for request in output.scheduled_new_reqs],
         progress=[
             Progress(
                 request_id,
@@ -228,16 +243,16 @@ def scheduled(output: Any, group: int, wish_of: WishOf) -> Scheduled:
     )
 
 
-def _arrival_or_problem(request: Any, group: int, wish_of: WishOf) -> Arrival:
+def _arrival_or_problem(request: Any, group: int, wish_of: WishOf, adapter_of: AdapterOf) -> Arrival:
     """A bug in reading one request is that request's problem alone, and its capture still has an end."""
     try:
-        return _arrival(request, group, wish_of)
+        return _arrival(request, group, wish_of, adapter_of)
     except Exception as error:
         problem = (FailReason.INTERNAL_ERROR, f"reading the request: {type(error).__name__}: {error}")
         return Arrival(request.req_id, (), 0, 0, wish=lambda: Wish(problem=problem))
 
 
-def _arrival(request: Any, group: int, wish_of: WishOf) -> Arrival:
+def _arrival(request: Any, group: int, wish_of: WishOf, adapter_of: AdapterOf) -> Arrival:
     problem = _unsupported(request)
 
     def wish() -> Wish:
@@ -250,6 +265,7 @@ def _arrival(request: Any, group: int, wish_of: WishOf) -> Arrival:
         num_computed=request.num_computed_tokens,
         num_prompt=len(request.prompt_token_ids or ()),
         lora=request.lora_request.lora_name if request.lora_request is not None else "",
+        lora_weights_id=adapter_of(request.lora_request) if request.lora_request is not None else "",
         mm_hashes=tuple(feature.mm_hash or feature.identifier for feature in request.mm_features),
         wish=wish,
     )

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hsconnector.capture.protocol import FailReason, RowsKind
 from hsconnector.connector import compat
+from hsconnector.connector.adapters import Adapters
 from hsconnector.connector.current import Current
 from hsconnector.connector.gather import gather_for, pin
 from hsconnector.connector.lockfiles import LockFiles, shard_path
@@ -30,7 +31,7 @@ from hsconnector.connector.ring import ALIGNMENT, Ring
 from hsconnector.connector.sender import Sender
 from hsconnector.connector.settings import parse_settings, parse_wish
 from hsconnector.connector.step import Step
-from hsconnector.connector.tracker import Ending, Tracker, Wish
+from hsconnector.connector.tracker import Ending, Scheduled, Tracker, Wish
 from hsconnector.connector.transport import HttpTransport
 from hsconnector.connector.worker import Worker
 from hsconnector.errors import SettingsError
@@ -95,6 +96,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._mismatch = ""
         self._block_pool: Any = None
         self._cached: Any = None
+        self._adapters = Adapters()
         self.tracker: Tracker | None = None
         if role == KVConnectorRole.SCHEDULER:
             sizes = report.block_sizes
@@ -164,7 +166,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         cached, self._cached = self._cached, compat.prefix_cache(self._block_pool)
         if cached is not self._cached:
             self.tracker.prefix_cache_emptied()
-        return StepMetadata(self.tracker.step(compat.scheduled(scheduler_output, self._group.index, self._wish)))
+        return StepMetadata(self.tracker.step(self._scheduled(scheduler_output)))
+
+    def _scheduled(self, scheduler_output: Any) -> Scheduled:
+        return compat.scheduled(scheduler_output, self._group.index, self._wish, self._adapters.id_of)
 
     def _no_news(self) -> KVConnectorMetadata:
         return StepMetadata(Step(self._group.index, self._group.block_size))

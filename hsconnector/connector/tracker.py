@@ -40,6 +40,7 @@ class Arrival:
     num_computed: int
     num_prompt: int
     lora: str = ""
+    lora_weights_id: str = ""
     mm_hashes: tuple[str, ...] = ()
     wish: Callable[[], Wish] = Wish
     """Asked once, when the request is seen for the first time."""
@@ -126,6 +127,10 @@ class Tracker:
         self._held: set[str] = set()
         self._early: dict[str, tuple[FailReason, str]] = {}
         self._reset = self._emptied = False
+        self._adapters: dict[str, str] = {}
+        """By name, the weights of the adapter that was last asked for."""
+        self._mixed: set[str] = set()
+        """Names of adapters of which the prefix cache may hold rows of two."""
         self._current = Step(group, block_size)
 
     @property
@@ -173,6 +178,7 @@ class Tracker:
     def prefix_cache_emptied(self) -> None:
         """Nothing computed before the next step can be hit any more."""
         self._emptied = True
+        self._mixed.clear()
 
     def _begin_step(self) -> Step:
         step = Step(self.group, self.block_size, self._reset, self._emptied)
@@ -285,12 +291,32 @@ class Tracker:
         step.begun.append(info)
         if arrival.num_computed:
             step.hits.add(request_id)
-        problem = wish.problem or early
+        problem = wish.problem or early or self._of_old_adapter(arrival)
         if problem is not None:
             self.fail(request_id, *problem)
             return
         self._own(tracked, arrival.blocks, step)
         self._count(tracked, arrival.num_computed, scheduled)
+
+    def _of_old_adapter(self, arrival: Arrival) -> tuple[FailReason, str] | None:
+        """Why a capture that begins may hold rows of an adapter that had its adapter's name before.
+
+        An adapter that is loaded in place of another keeps the name, by which the engine tells cached blocks apart.
+        """
+        name, weights = arrival.lora, arrival.lora_weights_id
+        if not name:
+            return None
+        if self._adapters.setdefault(name, weights) != weights:
+            self._adapters[name] = weights
+            self._mixed.add(name)
+            for request_id, tracked in self._requests.items():
+                if tracked is not None and tracked.info.lora == name and tracked.info.lora_weights_id != weights:
+                    detail = f"another adapter was loaded as {name!r} while the capture was open"
+                    self.fail(request_id, FailReason.WEIGHTS_CHANGED, detail)
+        if name in self._mixed and arrival.num_computed:
+            detail = f"it begins with cached rows, which may be of the adapter that was {name!r} before"
+            return FailReason.WEIGHTS_CHANGED, f"{detail}: reset the prefix cache"
+        return None
 
     def _come_back(self, tracked: _Tracked, arrival: Arrival, scheduled: Scheduled, step: Step) -> None:
         problem = _grown(tracked, arrival.num_prompt)
@@ -405,6 +431,7 @@ class Tracker:
             sample_id=wish.sample_id,
             tags=wish.tags,
             lora=arrival.lora,
+            lora_weights_id=arrival.lora_weights_id,
             mm_hashes=arrival.mm_hashes,
             expected_content_hash=wish.expected_content_hash,
         )

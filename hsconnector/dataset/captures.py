@@ -28,9 +28,9 @@ class CaptureDataset(Dataset[Sample]):
     `sources` are store folders and sidecar addresses. `data` is a tokenised data set (what `hsconnector extract` reads
     or saves): index `i` is its row `i`, found by content hash whatever data-set name it was captured under, and samples
     carry its `loss_mask`. Without `data` a name, `dataset`, chooses. `missing="skip"` leaves out what has no capture,
-    otherwise that is an error. All captures are of one model, layer set and dtype: `dataset` and `model` choose where a
-    store holds several. `layers` (layer ids) and `rows` (first and one past the last) give views; `verify` compares
-    checksums; with `local` a sidecar's shards on this host are opened directly.
+    otherwise that is an error. All captures are of one model, layer set and dtype: `dataset`, `model` and `weights_id`
+    (its first digits) choose where a store holds several. `layers` (layer ids) and `rows` (first and one past the last)
+    give views; `verify` compares checksums; with `local` a sidecar's shards on this host are opened directly.
 
     What is damaged or gone in one source is read from another one, or from an older capture of the same content.
     Where none is good, `dataset[i]` raises CaptureError, ShardError or StoreError; a DataLoader's batch and iteration
@@ -49,6 +49,7 @@ class CaptureDataset(Dataset[Sample]):
         *,
         dataset: str | None = None,
         model: str | None = None,
+        weights_id: str | None = None,
         sample_ids: Sequence[str] | None = None,
         data: str | os.PathLike[str] | None = None,
         missing: Literal["error", "skip"] = "error",
@@ -63,7 +64,7 @@ class CaptureDataset(Dataset[Sample]):
         view = View(layers=layers, rows=rows, verify=verify)
         self._fetcher = Fetcher(open_sources(sources, api_key, local), view, max_failures)
         self._passed = PassedOver(max_bad)
-        entries = choose_entries(self._fetcher.list(model), dataset, sample_ids, data, missing)
+        entries = choose_entries(self._fetcher.list(model), dataset, sample_ids, data, missing, weights_id)
         self.layer_ids = common_layers(entries, view)
         held = np.array([entry.replicas[0].record.num_rows for entry in entries], np.int64)
         self.lengths = held if rows is None else np.minimum(held, rows[1]) - np.minimum(held, rows[0])

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client.leases import Lease, LeaseFilters, LeaseRequest, Leases
@@ -60,7 +61,8 @@ class LeasedDataset(IterableDataset[Sample]):
     Samples are those of `hsconnector.dataset`, with `lease`, and with `loss_mask` where `data` names the tokenised data
     set (what `hsconnector extract` reads or saves): each capture's mask is that of the row with the same tokens. With
     `data` captures of every data-set name are lent, and what is no row of it is passed over; without, `dataset`, a
-    name, chooses, as do `model` and `layers` (layer ids). `layers` and `rows` (first and one past the last) give views.
+    name, chooses, as do `model`, `layers` (layer ids) and `weights_id` (its first digits), without which captures of
+    two weights raise SettingsError. `layers` and `rows` (first and one past the last) give views.
 
     Every rank and every DataLoader worker takes leases of its own, so no two get the same capture while a lease lasts:
     `deadline_s` must cover reading ahead and a step. `queue` names a pass over the captures: what is acknowledged is
@@ -92,6 +94,7 @@ class LeasedDataset(IterableDataset[Sample]):
         consumer: str = "trainer",
         dataset: str | None = None,
         model: str | None = None,
+        weights_id: str | None = None,
         data: str | os.PathLike[str] | None = None,
         layers: Sequence[int] | None = None,
         rows: tuple[int, int] | None = None,
@@ -128,7 +131,7 @@ class LeasedDataset(IterableDataset[Sample]):
             count=lease_captures,
             max_bytes=prefetch_bytes,
             deadline_s=deadline_s,
-            filters=LeaseFilters(None if data else dataset, model, tuple(layers or ())),
+            filters=LeaseFilters(None if data else dataset, model, tuple(layers or ()), weights_id),
         )
         urls = [urls] if isinstance(urls, str) else list(urls)
         self._queues = [Leases(url, api_key=api_key) for url in urls]
@@ -138,9 +141,12 @@ class LeasedDataset(IterableDataset[Sample]):
         view = View(layers=layers, rows=None if self._by_tokens else rows, verify=verify)
         self._fetcher = Fetcher(open_sources(urls, api_key, local), view, max_failures)
         self._unacked = Unacked()
+        self._weights: str | None = None
+        """Whose weights this process reads, once that is known."""
         self._failures = Failures(max_failures)
 
     def __iter__(self) -> Iterator[Any]:
+        self._weights = self._only_weights()
         wanted = msgspec.structs.replace(self.wanted, consumer=self._consumer(), queue=self.queue)
         prefetch = Prefetch(lambda stop: self._lent(wanted, stop), self._read, self.wanted.max_bytes or 0)
         held: list[Sample] = []
@@ -330,22 +336,46 @@ class LeasedDataset(IterableDataset[Sample]):
             return None
         row = self._row(capture)
         if row is None and self._by_tokens:
-            self._pass_over(lent, "its tokens are those of no row of `data`")
+            expected = self._name not in (None, lent.record.dataset)
+            self._pass_over(lent, None if expected else "its tokens are those of no row of `data`")
             return None
+        self._refuse_other_weights(lent.record)
         sample = make_sample(capture, lent.record, row)
         if self._cut is not None:
             sample |= {name: sample[name][slice(*self._cut)] for name in ("hidden_states", "token_ids", "loss_mask")}
         return {**sample, "lease": lent.lease}
 
-    def _pass_over(self, lent: Lent, reason: str) -> None:
+    def _refuse_other_weights(self, record: CaptureRecord) -> None:
+        """Raises SettingsError: equal tokens of other weights are other states, and nobody asked for both."""
+        self._weights = record.weights_id if self._weights is None else self._weights
+        if self._weights != record.weights_id:
+            raise SettingsError(
+                f"capture {record.capture_id} is of weights {record.weights_id[:12] or 'unknown'}, those before it of "
+                f"{self._weights[:12] or 'unknown'}: say whose with weights_id="
+            )
+
+    def _only_weights(self) -> str | None:
+        """Whose weights all captures of the sidecars are of, None where there are none yet; raises SettingsError."""
+        filters = self.wanted.filters
+        if filters.weights_id is not None:
+            return None
+        held: list[WeightsHeld] = []
+        for leases in self._queues:
+            with contextlib.suppress(SidecarUnreachable):
+                held += leases.weights(filters)
+        if len({each.weights_id for each in held}) > 1:
+            raise SettingsError(f"there are {', '.join(map(str, held))}: say whose are wanted with weights_id=")
+        return held[0].weights_id if held else None
+
+    def _pass_over(self, lent: Lent, reason: str | None) -> None:
         """Acknowledges a capture that cannot be used, so that the queue goes on; its shard, if any, stays.
 
-        Where that fails it comes with a later lease, and again here. That a capture of another name than `dataset` is
-        no row of `data` was to be expected.
+        Where that fails it comes with a later lease, and again here. Without a reason it was
+        to be expected: captures of other names than `dataset` need not be rows of `data`.
         """
         with contextlib.suppress(SidecarUnreachable):
             self._ack(lent.source, lent.lease_id, [lent.record.capture_id])
-        if self._by_tokens and self._name not in (None, lent.record.dataset):
+        if reason is None:
             return
         known = len(self._by_tokens) or max(self._seen, _FEW)
         name = lent.record.capture_id

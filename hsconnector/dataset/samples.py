@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from hsconnector.capture.kinds import OfRows, of_one_weights
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client.sources import View
@@ -22,9 +23,9 @@ from hsconnector.prompts.labels import DataRow, read_rows
 
 __all__ = ["Entry", "Sample", "choose_entries", "common_layers", "make_sample", "rows_by_tokens"]
 
-Sample = dict[str, Any]
-
 log = logging.getLogger("hsconnector.dataset")
+
+Sample = dict[str, Any]
 
 _NAMED = 5
 """Missing samples named in an error."""
@@ -44,15 +45,18 @@ def choose_entries(
     sample_ids: Sequence[str] | None,
     data: str | os.PathLike[str] | None,
     missing: Literal["error", "skip"],
+    weights_id: str | None = None,
 ) -> list[Entry]:
     """The entries in their order; raises SettingsError, CaptureNotFound."""
     named = [replica for replica in found if dataset in (None, replica.record.dataset)]
-    about = _common(named or found)
+    by_content = data is not None and sample_ids is None
+    meant = _of_one_weights(found if by_content else named, data, weights_id)
+    about = _common([replica for replica in meant if dataset in (None, replica.record.dataset)] or meant)
     rows = [] if data is None else _rows_of(Path(data), about)
-    if data is not None and sample_ids is None:
-        wanted = _by_row(found, rows, dataset)
+    if by_content:
+        wanted = _by_row(meant, rows, dataset)
     else:
-        entries = _by_name(named, {row.content_hash: row for row in rows})
+        entries = _by_name(meant, {row.content_hash: row for row in rows})
         names = sorted(entries, key=_natural) if sample_ids is None else sample_ids
         wanted = [(name, entries.get(name)) for name in names]
     if missing == "error":
@@ -74,6 +78,23 @@ def _require_all(wanted: Sequence[tuple[str, Entry | None]], found: Sequence[Rep
         f"{len(absent)} of {len(wanted)} samples have no ready capture: {listed}{elsewhere}; extract them, or leave "
         'them out with missing="skip"'
     )
+
+
+def _of_one_weights(
+    found: Sequence[Replica], data: str | os.PathLike[str] | None, weights_id: str | None
+) -> Sequence[Replica]:
+    """The captures of one model's weights; with `data`, of its rows, where there are captures of several contents."""
+    of_rows = OfRows(replica.record for replica in found)
+    if data is not None and len(of_rows.kinds) > 1:
+        read_rows(Path(data), of_rows.meet)
+        found = [replica for replica in found if replica.record.capture_id in of_rows.found]
+    try:
+        kept, others = of_one_weights(found, weights_id)
+    except SettingsError as error:
+        raise SettingsError(f"{error}, with weights_id=") from error
+    if others:
+        log.warning("captures of other weights are left out: %s", ", ".join(map(str, others)))
+    return kept
 
 
 def _by_row(found: Sequence[Replica], rows: Sequence[DataRow], dataset: str | None) -> list[tuple[str, Entry | None]]:
@@ -126,14 +147,11 @@ def _by_age(copies: Sequence[Replica]) -> tuple[Replica, ...]:
 
 def _common(found: Sequence[Replica]) -> CaptureRecord | None:
     """A record that stands for all in what decides their values; raises SettingsError where they differ."""
-    kinds = {
-        (each.model, each.model_revision, each.lora, each.layer_ids, each.dtype): each
-        for each in (replica.record for replica in found)
-    }
+    kinds = {(*each.content.head, each.dtype): each for each in (replica.record for replica in found)}
     if len(kinds) > 1:
         listed = "; ".join(
-            f"model {model!r} {revision!r} {lora!r}, layers {list(layers)}, {dtype}"
-            for model, revision, lora, layers, dtype in sorted(kinds)
+            f"model {each.model!r} {each.model_revision!r} {each.lora!r}, layers {list(each.layer_ids)}, {each.dtype}"
+            for each in sorted(kinds.values(), key=lambda each: each.capture_id)
         )
         raise SettingsError(
             f"captures of {len(kinds)} kinds do not make one data set ({listed}): choose with dataset= or model="

@@ -51,9 +51,10 @@ def choose_content(
         )
     if len(fitting) > 1:
         raise SettingsError(
-            f"several engines of {model!r} send to {sidecar}, with layers {_layers(fitting)} and revisions "
-            f"{', '.join(repr(content.model_revision) for content in fitting)}: say which with --layers, or give each "
-            "a sidecar of its own"
+            f"several engines of {model!r} send to {sidecar}, with layers {_layers(fitting)}, revisions "
+            f"{', '.join(repr(content.model_revision) for content in fitting)} and weights "
+            f"{', '.join(_whose(content.weights_id) for content in fitting)}: say which with --layers, or give each a "
+            "sidecar of its own"
         )
     return fitting[0]
 
@@ -91,13 +92,29 @@ def _listed(layers: Iterable[Sequence[int]]) -> str:
 
 
 def _content(stream: Producer, lora: str) -> Content:
-    return Content(stream.model, stream.model_revision, tuple(stream.layer_ids), lora)
+    return Content(
+        model=stream.model,
+        model_revision=stream.model_revision,
+        layer_ids=tuple(stream.layer_ids),
+        lora=lora,
+        weights_id=stream.weights_id,
+        dtype=stream.dtype,
+        kv_cache_dtype=stream.kv_cache_dtype,
+    )
+
+
+def _whose(weights_id: str) -> str:
+    return weights_id[:12] or "unknown"
 
 
 def _difference(record: CaptureRecord, prompt: Prompt, content: Content) -> str:
     pairs = [
         ("model", record.model, content.model),
         ("revision", record.model_revision, content.model_revision),
+        ("weights", _whose(record.weights_id), _whose(content.weights_id)),
+        ("dtype", record.dtype, content.dtype or record.dtype),
+        ("KV-cache dtype", record.kv_cache_dtype, content.kv_cache_dtype),
+        ("adapter's weights", _whose(record.lora_weights_id), _whose(content.lora_weights_id)),
         ("layers", list(record.layer_ids), list(content.layer_ids)),
         ("adapter", record.lora, content.lora),
         ("rows", record.num_rows, len(prompt.token_ids)),

@@ -85,38 +85,39 @@ class Engine:
     async def rendered(self, model: str, conversation: bytes) -> list[int] | None:
         """The token ids of a conversation, `Encoded.request`; None where it renders no messages at all.
 
-        Raises EngineBusy, EngineUnusable, or EngineRefused for a conversation that it does not render.
+        Raises EngineBusy, or EngineRefused for a conversation that it does not render.
         """
         if self._renders is False:
             return None
-        answer = await self._post("/tokenize", b'{"model":' + msgspec.json.encode(model) + b"," + conversation[1:])
+        answer = await self._sent("/tokenize", b'{"model":' + msgspec.json.encode(model) + b"," + conversation[1:])
         if answer.is_success:
             self._renders = True
             return self._decoded(answer, _Tokenized).tokens
         if self._renders is None:
-            # A model without a template of its own refuses every conversation, the plainest one as well.
+            # A model without a template of its own refuses every conversation, the plainest one as well; so does a
+            # gateway that lets nobody through to `/tokenize`.
             probe = {"model": model, "messages": [{"role": "user", "content": "a"}]}
-            self._renders = (await self._post("/tokenize", msgspec.json.encode(probe))).is_success
+            self._renders = (await self._sent("/tokenize", msgspec.json.encode(probe))).is_success
             if not self._renders:
                 return None
         raise EngineRefused(f"the engine does not render its conversation ({answer.status_code}): {_said(answer)}")
 
     async def capture(self, body: dict[str, Any]) -> str:
         """Runs one completion; the id of its capture. Raises EngineBusy, EngineRefused or EngineUnusable."""
-        answer = await self._post("/v1/completions", msgspec.json.encode(body))
+        answer = await self._sent("/v1/completions", msgspec.json.encode(body))
+        if answer.status_code in (401, 403):
+            raise EngineUnusable(f"the engine at {self.url} wants a key: {_said(answer)}; set --engine-key")
         if not answer.is_success:
             raise EngineRefused(f"the engine refused it ({answer.status_code}): {_said(answer)}")
         return self._capture_id(answer)
 
-    async def _post(self, path: str, body: bytes) -> httpx.Response:
+    async def _sent(self, path: str, body: bytes) -> httpx.Response:
         try:
             answer = await self._http.post(path, content=body, headers={"Content-Type": "application/json"})
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineAway(f"no engine answers at {self.url}: {why(error)}") from error
         except httpx.TransportError as error:
             raise EngineBusy(f"the engine at {self.url} did not answer: {why(error)}") from error
-        if answer.status_code in (401, 403):
-            raise EngineUnusable(f"the engine at {self.url} wants a key: {_said(answer)}; set --engine-key")
         if answer.status_code in PASSING:
             raise EngineBusy(f"the engine answered {answer.status_code}: {_said(answer)}")
         return answer

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 
 from hsconnector.capture.content import Content
 from hsconnector.capture.protocol import CaptureState, pack_token_ids
@@ -22,7 +24,7 @@ from hsconnector.extraction.content import CaptureUnfit, judge
 from hsconnector.extraction.engine import Engine, EngineAway, EngineBusy, EngineRefused
 from hsconnector.extraction.engines import Engines
 from hsconnector.extraction.ledger import Fate, Ledger
-from hsconnector.prompts.encoded import check_ids
+from hsconnector.prompts.encoded import Encoded, check_ids
 from hsconnector.prompts.prompt import Dropped, Missing, Prompt, RowRefused
 
 __all__ = ["Extraction", "ExtractionStopped", "Order"]
@@ -55,6 +57,8 @@ class Order:
     """Seconds before the second attempt; doubles with each further one."""
     quiet_s: float = 15.0
     """Seconds without an answer, beside some times the longest so far, after which an engine counts as hanging."""
+    accept_unknown_weights: bool = False
+    """Captures that do not say whose weights they are of, found by names, are taken as well."""
     away_s: float = 600.0
     """Seconds without a good answer of any engine after which the run ends."""
 
@@ -72,6 +76,8 @@ class _Ask:
     digest: str
     attempts: int
     used_up: frozenset[str]
+    begun: bool = False
+    """A capture of its sample is under way that this run did not ask for."""
     compared: bool = False
     """Its tokens are known to be those that an engine makes of it, or that none can tell."""
 
@@ -106,11 +112,12 @@ class Extraction:
         ticking = asyncio.ensure_future(self._tick())
         try:
             async with asyncio.TaskGroup() as tasks:
-                asks: asyncio.Queue[_Ask | None] = asyncio.Queue(_LOOKED_UP)
+                asks: asyncio.Queue[list[_Ask] | None] = asyncio.Queue(1)
                 tasks.create_task(self._look_up(samples, taken, asks))
-                while ask := await asks.get():
-                    await self._slots.acquire()
-                    tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
+                while (chunk := await asks.get()) is not None:
+                    async for ask in self._still_wanted(chunk):
+                        await self._slots.acquire()
+                        tasks.create_task(self._capture(ask)).add_done_callback(lambda _: self._slots.release())
         except BaseExceptionGroup as group:
             ours, _ = group.split(HSConnectorError)
             if ours is None:
@@ -135,13 +142,40 @@ class Extraction:
             self._changed()
 
     async def _look_up(
-        self, samples: Iterator[Prompt | Missing], taken: Callable[[Prompt], None], asks: asyncio.Queue[_Ask | None]
+        self,
+        samples: Iterator[Prompt | Missing],
+        taken: Callable[[Prompt], None],
+        asks: asyncio.Queue[list[_Ask] | None],
     ) -> None:
         """Runs ahead of the engines: puts into the queue what is to be asked for, then None."""
         while chunk := await asyncio.to_thread(_take, samples, _LOOKED_UP):
-            for ask in await self._wanted(chunk, taken):
-                await asks.put(ask)
+            await asks.put(await self._wanted(chunk, taken))
         await asks.put(None)
+
+    async def _still_wanted(self, chunk: list[_Ask]) -> AsyncIterator[_Ask]:
+        """Looks again at each few rows just before they are asked for: another run may be at work on the same data.
+
+        Where one is, the rows are taken in any order, so that the two do not go through them side by side.
+        """
+        while chunk:
+            few, chunk = chunk[: self._order.concurrency], chunk[self._order.concurrency :]
+            found = await self._sidecar.lookup([ask.digest for ask in few])
+            begun = Counter(record.sample_id for record in await self._sidecar.receiving(self._order.dataset))
+            for ask in few:
+                ask.begun = ask.prompt.sample_id in begun
+                if not self._stored_meanwhile(ask, found[ask.digest]):
+                    yield ask
+            if any(ask.begun for ask in few) or max(begun.values(), default=0) > 1:
+                random.shuffle(chunk)
+
+    def _stored_meanwhile(self, ask: _Ask, records: list[CaptureRecord]) -> bool:
+        there = _is_ready(records)
+        if there:
+            self.ledger.stored_meanwhile += 1
+            self.ledger.stored(ask.prompt)
+            self._note(ask.prompt, ask.digest, Fate.STORED, ask.used_up)
+            self._changed()
+        return there
 
     async def _await_leftovers(self, sample_id: str | None = None) -> None:
         """Waits for captures that an earlier run, or an earlier attempt, began."""
@@ -165,12 +199,23 @@ class Extraction:
             else:
                 self.ledger.book.repeat(sample, first)
         found = await self._sidecar.lookup(list(prompts))
+        older = await self._of_unknown_weights({each: prompts[each] for each in prompts if not _is_ready(found[each])})
         asks = []
         for digest, prompt in prompts.items():
-            ask = await self._compare(prompt, digest, found[digest])
+            taken_by, records = older.get(digest) or (digest, found[digest])
+            ask = await self._compare(prompt, taken_by, records)
             asks += [ask] if ask else []
         self._changed()
         return asks
+
+    async def _of_unknown_weights(self, prompts: Mapping[str, Prompt]) -> dict[str, tuple[str, list[CaptureRecord]]]:
+        """By content hash, the hash and the ready captures of the same by names alone, where such are taken."""
+        if not (self._order.accept_unknown_weights and self._content.weights_id):
+            return {}
+        version_1 = self._content.version_1
+        by_names = {digest: version_1(pack_token_ids(prompt.token_ids)) for digest, prompt in prompts.items()}
+        found = await self._sidecar.lookup(list(by_names.values()))
+        return {digest: (old, found[old]) for digest, old in by_names.items() if _is_ready(found[old])}
 
     def _leave_out(self, sample: Missing) -> None:
         if isinstance(sample, Dropped):
@@ -181,7 +226,7 @@ class Extraction:
     async def _compare(self, prompt: Prompt, digest: str, records: list[CaptureRecord]) -> _Ask | None:
         """What is left to ask for a row with these captures: nothing where one is ready, or too many were unsound."""
         used_up = _used_up(records)
-        if any(record.state is CaptureState.READY for record in records):
+        if _is_ready(records):
             await self._keep_oldest(records)
             self.ledger.stored(prompt)
             self._note(prompt, digest, Fate.STORED, used_up)
@@ -197,6 +242,10 @@ class Extraction:
     async def _capture(self, ask: _Ask) -> None:
         """One row, until it is captured or has been asked for often enough."""
         attempt, reason, engine = 0, "", None
+        if ask.begun:
+            await self._await_leftovers(ask.prompt.sample_id)
+            if self._stored_meanwhile(ask, (await self._sidecar.lookup([ask.digest]))[ask.digest]):
+                return None
         while attempt < ask.attempts:
             if attempt and await self._captured_after_all(ask, attempt):
                 return self._book(ask)
@@ -221,13 +270,17 @@ class Extraction:
     async def _asked(self, ask: _Ask, engine: Engine) -> str:
         """The id of a capture; raises RowRefused where the engine renders the row's conversation to other ids."""
         if not ask.compared and (whole := ask.prompt.whole) is not None:
-            ids = await engine.rendered(self._order.model, whole.request) if whole.request else None
-            if ids is None:
-                self.ledger.local += 1
-            else:
-                check_ids(ids, whole)
+            await self._compare_rendering(whole, engine)
             ask.compared = True
         return await engine.capture(self._body(ask))
+
+    async def _compare_rendering(self, whole: Encoded, engine: Engine) -> None:
+        if whole.day not in (None, date.today()):  # the engine would write today's date
+            self.ledger.of_another_day += 1
+        elif (ids := await engine.rendered(self._order.model, whole.request)) is None:
+            self.ledger.local += 1
+        else:
+            check_ids(ids, whole)
 
     async def _judge(self, ask: _Ask, capture_id: str) -> None:
         waited = self._order.capture_timeout_s
@@ -260,7 +313,7 @@ class Extraction:
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         await self._await_leftovers(ask.prompt.sample_id)
         records = (await self._sidecar.lookup([ask.digest]))[ask.digest]
-        return any(record.state is CaptureState.READY for record in records)
+        return _is_ready(records)
 
     def _book(self, ask: _Ask) -> None:
         prompt = ask.prompt
@@ -304,7 +357,7 @@ class Extraction:
         """
         for piece in self.ledger.book.noted(_LOOKED_UP):
             for digest, records in (await self._sidecar.lookup(list(piece))).items():
-                if any(record.state is CaptureState.READY for record in records):
+                if _is_ready(records):
                     await self._keep_oldest(records)
                 elif not _used_up(records) - piece[digest].used_up:
                     self._lose(piece[digest], records)
@@ -341,3 +394,7 @@ def _used_up(records: Sequence[CaptureRecord]) -> frozenset[str]:
 def _first(group: BaseExceptionGroup[HSConnectorError]) -> HSConnectorError:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _is_ready(records: Iterable[CaptureRecord]) -> bool:
+    return any(record.state is CaptureState.READY for record in records)

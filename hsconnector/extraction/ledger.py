@@ -42,11 +42,17 @@ class Ledger:
     """Of the captures made now."""
     doubles: int = 0
     """Second captures of a sample that were removed."""
+    stored_meanwhile: int = 0
+    """Of the stored ones, those that another run captured while this one was at work."""
     dropped_for: Counter[DropReason] = field(default_factory=Counter)
     thoughts_left_out: int = 0
     """Thoughts of earlier turns that the chat template does not render."""
     local: int = 0
-    """Conversations asked for as they are rendered here, which no engine's rendering was compared with."""
+    """Conversations asked for as they are rendered here, since their engine renders none."""
+    of_another_day: int = 0
+    """The same for conversations with the date of another day, where the engine would write today's."""
+    other_weights: int = 0
+    """Captures of the data set that are of other weights than the engine's, and were not there for this run."""
     with_capture: RowSet = field(default_factory=RowSet)
     book: Book = field(default_factory=Book, repr=False)
     waits: str = ""
@@ -119,8 +125,10 @@ class Ledger:
             "complete": self.complete,
             "tokens": self.tokens,
             "retries": self.retries,
+            "stored_meanwhile": self.stored_meanwhile,
             "thoughts_left_out": self.thoughts_left_out,
-            "local_rendering": self.local,
+            "local_rendering": self.local + self.of_another_day,
+            "of_other_weights": self.other_weights,
         }
 
     def sentence(self) -> str:
@@ -135,8 +143,13 @@ class Ledger:
         more = {
             "retries": self.retries,
             "second captures removed": self.doubles,
+            "stored by another run on the same data meanwhile (--shard I/N gives each its own part)": (
+                self.stored_meanwhile
+            ),
             "thoughts of earlier turns left out by the template": self.thoughts_left_out,
             "not compared with the engine's rendering": self.local,
+            "not compared with the engine's rendering, which is of another day": self.of_another_day,
+            "stored captures left alone, as they are of other weights": self.other_weights,
         }
         return ", ".join([*parts, *(f"{count} {what}" for what, count in more.items() if count)])
 

@@ -13,7 +13,8 @@ from hsconnector.prompts.labels import DataRow
 
 __all__ = ["Assignment", "Assignments", "Problem", "assign", "common_identity"]
 
-_IDENTITY = ("model", "model_revision", "lora", "num_layers", "hidden_size", "dtype")
+_NAMES = ("model", "model_revision", "lora")
+_IDENTITY = ("weights_id", "lora_weights_id", "kv_cache_dtype", "num_layers", "hidden_size", "dtype")
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,22 @@ class Assignments:
 
 
 def common_identity(records: Sequence[CaptureRecord]) -> CaptureRecord:
-    """The first record, which speaks for all. Raises SettingsError where they are of several models."""
+    """The first record, which speaks for all. Raises SettingsError where they are of several models.
+
+    Where it is known whose weights they are, it does not matter what these are called.
+    """
     first = records[0]
+    names = _IDENTITY if first.weights_id else (*_NAMES, *_IDENTITY)
     for record in records:
         fields = [
             f"{name} {getattr(first, name)!r} and {getattr(record, name)!r}"
-            for name in _IDENTITY
+            for name in names
             if getattr(first, name) != getattr(record, name)
         ]
         if fields:
             raise SettingsError(
                 f"the captures are not of one model: {first.capture_id} and {record.capture_id} differ in "
-                f"{'; '.join(fields)}: choose with --dataset or --id"
+                f"{'; '.join(fields)}: choose with --dataset, --weights-id or --id"
             )
     return first
 

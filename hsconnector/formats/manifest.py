@@ -45,6 +45,7 @@ _TELLING = (
     "model",
     "model_revision",
     "lora",
+    "weights_id",
     "num_layers",
     "hidden_size",
     "dtype",
@@ -63,6 +64,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     model_revision: str = ""
     lora: str = ""
+    weights_id: str = ""
+    """Whose weights; empty where the captures do not say."""
     num_layers: int
     hidden_size: int
     dtype: str
@@ -288,7 +291,9 @@ def _written(folder: Path) -> Iterator[_Written]:
 
 def _refuse_another(folder: Path, there: Description, wanted: Description) -> None:
     old, new = (msgspec.json.decode(msgspec.json.encode(description)) for description in (there, wanted))
-    fields = [f"{name} {old[name]!r} there, {new[name]!r} now" for name in _TELLING if old[name] != new[name]]
+    same = bool(there.weights_id) and there.weights_id == wanted.weights_id
+    telling = [name for name in _TELLING if not (same and name in ("model", "model_revision"))]
+    fields = [f"{name} {old[name]!r} there, {new[name]!r} now" for name in telling if old[name] != new[name]]
     if fields:
         raise SettingsError(f"{folder} holds another export ({'; '.join(fields)}): give another folder with --out")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hsconnector.capture.content import WeightsHeld
+from hsconnector.capture.kinds import OfRows, of_one_weights
 from hsconnector.capture.layers import parse_layer_ids, slot_name
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client.sources import Listing, Source
@@ -18,7 +21,7 @@ from hsconnector.formats.norm import FinalNorm, NormKind, load_norm
 from hsconnector.formats.sample import Format, Layers
 from hsconnector.prompts.labels import DataRow, read_rows
 
-__all__ = ["ExportRequest", "Prepared", "prepare"]
+__all__ = ["ExportRequest", "Prepared", "named", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class ExportRequest:
     data: Path | None = None
     """The data set, whose row indices name the files and whose masks go into them."""
     dataset: str | None = None
+    """Of captures; with `data`, rows are found by content, whatever name they were captured under."""
+    weights_id: str | None = None
+    """The first digits of whose weights."""
     ids: tuple[str, ...] = ()
     """Capture or sample ids."""
     layers: str = ""
@@ -50,6 +56,11 @@ class Prepared:
     assignments: Assignments
     rows: tuple[DataRow, ...] | None
     """Of the whole data set; None where there is none, or only a part of it was asked for."""
+    left_out: tuple[WeightsHeld, ...]
+    """Captures of other weights, which count as not there."""
+    other_names: dict[str, int]
+    """Captures under other data-set names than was asked for: with a data set those that are taken all the same,
+    else those that are left out."""
     masked: bool
     """Whether the loss masks are a data set's; else every token counts."""
     vocab_size: int = 0
@@ -58,9 +69,11 @@ class Prepared:
 
 def prepare(request: ExportRequest, source: Source) -> Prepared:
     """Raises SettingsError, UnsupportedError, CaptureNotFound and what the source raises."""
-    listing = source.list(dataset=request.dataset, ids=request.ids)
+    every = source.list(ids=request.ids)
+    listing, other_names = (every, {}) if request.data else _named(every, request.dataset)
+    listing, left_out = _of_one_weights(request, listing)
     if not listing.ready:
-        raise CaptureNotFound(_nothing(listing, source.name))
+        raise CaptureNotFound(_nothing(listing, other_names, source.name))
     first = common_identity(listing.ready)
     layers = request.format.choose(_layer_ids(request, listing.ready), first.num_layers)
     norm = _norm(request, first) if request.format.post_norm else None
@@ -75,14 +88,52 @@ def prepare(request: ExportRequest, source: Source) -> Prepared:
         norm=norm,
         assignments=assignments,
         rows=None if rows is None or request.ids else tuple(rows),
+        left_out=tuple(left_out),
+        other_names=other_names if rows is None else _under_other_names(assignments, request.dataset),
         masked=masked,
         vocab_size=vocab_size,
     )
 
 
-def _nothing(listing: Listing, name: str) -> str:
-    reasons = "; ".join(other.reason for other in listing.others[:3])
-    return f"nothing to export in {name}" + (f": {reasons}" if reasons else "")
+def _named(listing: Listing, dataset: str | None) -> tuple[Listing, dict[str, int]]:
+    """The captures under a data-set name, and how many there are under others."""
+    if dataset is None:
+        return listing, {}
+    ready = tuple(record for record in listing.ready if record.dataset == dataset)
+    others = tuple(other for other in listing.others if other.dataset in (None, dataset))
+    return Listing(ready, others), Counter(each.dataset for each in listing.ready if each.dataset != dataset)
+
+
+def _of_one_weights(request: ExportRequest, listing: Listing) -> tuple[Listing, list[WeightsHeld]]:
+    """Without the captures of other weights; where a data set is given, of what is no row of it either."""
+    records = listing.ready
+    of_rows = OfRows(records)
+    if request.data is not None and len(of_rows.kinds) > 1:
+        read_rows(request.data, of_rows.meet)
+        records = tuple(record for record in records if record.capture_id in of_rows.found)
+    if not records:
+        return Listing((), listing.others), []
+    try:
+        kept, left_out = of_one_weights(records, request.weights_id)
+    except SettingsError as error:
+        raise SettingsError(f"{error}, with --weights-id") from error
+    return Listing(tuple(kept), listing.others), left_out
+
+
+def _under_other_names(assignments: Assignments, dataset: str | None) -> dict[str, int]:
+    names = Counter(each.record.dataset for each in assignments.made)
+    return {name: count for name, count in names.items() if dataset not in (None, name)}
+
+
+def _nothing(listing: Listing, other_names: Mapping[str, int], name: str) -> str:
+    reasons = [other.reason for other in listing.others[:3]]
+    reasons += [f"there are captures under other data-set names: {named(other_names)}"] if other_names else []
+    return f"nothing to export in {name}" + (f": {'; '.join(reasons)}" if reasons else "")
+
+
+def named(names: Mapping[str, int]) -> str:
+    """ "20 under 'chats', 3 under ''"."""
+    return ", ".join(f"{count} under {name!r}" for name, count in sorted(names.items()))
 
 
 def _layer_ids(request: ExportRequest, records: Sequence[CaptureRecord]) -> tuple[int, ...]:
@@ -146,6 +197,7 @@ def _description(format: Format, first: CaptureRecord, layers: Layers, norm: Fin
         model=first.model,
         model_revision=first.model_revision,
         lora=first.lora,
+        weights_id=first.weights_id,
         num_layers=first.num_layers,
         hidden_size=first.hidden_size,
         dtype=first.dtype,

@@ -23,14 +23,22 @@ from urllib.parse import urlsplit
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
-from hsconnector.capture.content import Content
+from hsconnector.capture.content import Content, choose_weights
 from hsconnector.capture.layers import parse_layer_ids
 from hsconnector.capture.protocol import CaptureState, is_capture_id
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.client.address import default_sidecar
-from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
+from hsconnector.client.passed import Passed, PassedOver
+from hsconnector.errors import (
+    CaptureExpired,
+    CaptureNotFound,
+    SettingsError,
+    ShardError,
+    SidecarUnreachable,
+    StoreError,
+)
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 
 __all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register"]
@@ -44,6 +52,8 @@ _TRAIN_OPTIONS = (
     ("--hsc-revision", "", "The revision the engine was started with."),
     ("--hsc-layers", "", "The layers the engine captures, if more than are trained on."),
     ("--hsc-lora", "", "The adapter that was captured."),
+    ("--hsc-weights-id", "", "Whose weights, by the first digits of their id; default: the engine's."),
+    ("--hsc-max-bad", 0.01, "The fraction of rows whose captures may be damaged: passed over up to that."),
     ("--hsc-wait", 120.0, "Seconds to wait for a capture or a restarting sidecar."),
 )
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
@@ -64,8 +74,12 @@ class RunSettings:
     url: str = DEFAULT_SIDECAR
     revision: str = ""
     lora: str = ""
+    weights_id: str | None = None
+    """The first digits of whose weights; None: the engine's that sends, else those of all captures."""
     wait_s: float = 120.0
     """How long a capture may take to be final, and the sidecar to come back."""
+    max_bad: float = 0.01
+    """The fraction of rows whose captures may all be damaged before that ends the run."""
     keep: bool = False
     """Generated captures stay in the store, and are found in the next epoch."""
 
@@ -76,14 +90,17 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self._client: Client | None = None
+        self._passed = PassedOver(settings.max_bad)
         self._rows: Any = None
-        self._hinted = False
+        self._content: Content | None = None
+        self._hinted = self._hinted_weights = False
 
-    def __getstate__(self) -> RunSettings:
-        return self.settings
+    def __getstate__(self) -> tuple[RunSettings, PassedOver]:
+        return self.settings, self._passed
 
-    def __setstate__(self, settings: RunSettings) -> None:
-        self.__init__(settings)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[RunSettings, PassedOver]) -> None:
+        self.__init__(state[0])  # type: ignore[misc]
+        self._passed = state[1]
 
     def setup(self) -> None:
         """Opens the connection; called again, does nothing."""
@@ -99,18 +116,22 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """The sample of row `file_idx`: `hidden_states` `[T, L, H]`, `token_ids` `[T]`; None where none is stored.
 
-        Raises SettingsError where the capture is not what this run reads, ShardError where it is damaged.
+        Where its newest capture is gone or damaged, an older one of the same content is taken. A row of which none is
+        good is one that is not stored, counted and named; CaptureError lists them where they are more than `max_bad`
+        of the data set. Raises SettingsError where the capture is not what this run reads.
         """
-        digest = self.content_hash(file_idx)
-        gone: set[str] = set()
-        while (record := self._patiently(lambda client: _newest(client, digest))) is not None:
+        digest, bad = self.content_hash(file_idx), None
+        for record in self._patiently(lambda client: client.find(content_hash=digest, state=CaptureState.READY)):
             try:
                 return self._sample(record)
             except CaptureExpired:
-                if record.capture_id in gone:
-                    return None
-                gone.add(record.capture_id)
-        self._hint(file_idx)
+                continue
+            except (ShardError, StoreError) as error:
+                bad = bad or Passed(f"row {file_idx}", record.capture_id, str(error))
+        if bad is None:
+            self._hint(file_idx)
+        else:
+            self._passed.note(bad, len(self._rows))
         return None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -138,9 +159,51 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
     def content_hash(self, row: int) -> str:
         """What a capture of this row's tokens is found by."""
+        return self.content.hash_of(self._token_ids(row))
+
+    @property
+    def content(self) -> Content:
+        """What this run trains on, apart from tokens: of whose weights is asked of the sidecar, once.
+
+        They are those of the engine that sends to it, or of the captures that it holds. Raises SettingsError where
+        these are of several weights and `weights_id` does not say which.
+        """
+        if self._content is None:
+            found = self._patiently(self._whose)
+            if found is None:
+                return self._names  # nothing is stored and nobody sends yet
+            self._content = found
+        return self._content
+
+    @property
+    def _names(self) -> Content:
         settings = self.settings
-        content = Content(settings.model, settings.revision, settings.captured, settings.lora)
-        return content.hash_of(self._token_ids(row))
+        return Content(settings.model, settings.revision, settings.captured, settings.lora)
+
+    def _whose(self, client: Client) -> Content | None:
+        settings = self.settings
+        wanted = settings.weights_id
+        sending = {each.weights_id for each in client.producers() if each.model == settings.model}
+        if wanted is None and len(sending) == 1:
+            wanted = sending.pop()
+        held = client.weights(model=settings.model)
+        if not held:
+            return None
+        try:
+            chosen = choose_weights(held, wanted)
+        except SettingsError as error:
+            if settings.weights_id is None and wanted is not None:
+                chosen = wanted  # the engine's, of which nothing is stored yet
+            else:
+                raise SettingsError(f"{error}, with --hsc-weights-id") from error
+        others = ", ".join(str(each) for each in held if each.weights_id != chosen)
+        if others and not self._hinted_weights:
+            self._hinted_weights = True
+            log.warning("captures of other weights than %s are not taken: %s", chosen[:12] or "unknown ones", others)
+        for record in client.captures(model=settings.model, weights_id=chosen, state=CaptureState.READY):
+            if (record.layer_ids, record.lora) == (settings.captured, settings.lora):
+                return record.content
+        return None
 
     def _token_ids(self, row: int) -> bytes:
         if self._rows is None:
@@ -153,6 +216,7 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         settings, name = self.settings, f"capture {record.capture_id}"
         if record.state is CaptureState.READY:
             _check_model(name, record.model, settings.model)
+            _check_weights(name, record.weights_id, self.content.weights_id)
             settings.layers.check(name, record.layer_ids, record.num_layers)
         layers = None if record.layer_ids == settings.layers.captured else settings.layers.captured
         capture = self._patiently(lambda client: client.fetch(record, layers=layers))
@@ -232,7 +296,9 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
                 url=_sidecar(args),
                 revision=args.hsc_revision,
                 lora=args.hsc_lora,
+                weights_id=args.hsc_weights_id or None,
                 wait_s=args.hsc_wait,
+                max_bad=args.hsc_max_bad,
                 keep=args.hsc_keep == "yes",
             )
         )
@@ -286,10 +352,6 @@ def _sidecar(args: argparse.Namespace) -> str:
     return str(args.sidecar or args.hsc_url or default_sidecar())
 
 
-def _newest(client: Client, digest: str) -> CaptureRecord | None:
-    return next(client.captures(page_size=1, content_hash=digest, state=CaptureState.READY), None)
-
-
 def _check_model(name: str, found: str, wanted: str) -> None:
     if found != wanted:
         raise SettingsError(
@@ -298,9 +360,17 @@ def _check_model(name: str, found: str, wanted: str) -> None:
         )
 
 
+def _check_weights(name: str, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise SettingsError(
+            f"{name} is of weights {found[:12] or 'unknown'}, this run trains on {wanted[:12] or 'unknown ones'}: the "
+            "engine's weights have changed, or another engine has answered"
+        )
+
+
 def _check_norm(name: str, capture: Capture) -> None:
     norm = capture.metadata.get("last_layer_norm")
     if norm != "pre":
-        raise ShardError(
+        raise SettingsError(
             f"{name} says last_layer_norm {norm!r}; the trainer applies the final norm itself: needs 'pre'"
         )

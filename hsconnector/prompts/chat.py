@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import Any
 
 import msgspec
@@ -91,7 +90,8 @@ class ChatTokenizer:
         model = self._model(given_tools)
         messages = as_given(read.messages, model.template)
         encoded = _Row(self, model, read, messages, given_tools).encoded()
-        return replace(encoded, request=self._request(read, given_tools, model.template))
+        day = self.preparation.date if model.template.shows_date(messages, given_tools) else None
+        return replace(encoded, request=self._request(read, given_tools), day=day)
 
     def tokens(self, text: str) -> Tokens:
         """A rendered text as the engine tokenises it: nothing is added to what the template wrote."""
@@ -100,14 +100,11 @@ class ChatTokenizer:
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Tokens.of(coded["input_ids"], coded["offset_mapping"])
 
-    def _request(self, read: Conversation, tools: Any, template: Template) -> bytes:
-        decided = self.preparation
-        if template.knows("strftime_now") and decided.date != date.today():
-            return b""
+    def _request(self, read: Conversation, tools: Any) -> bytes:
         asked = {
             "messages": engine_messages(read),
             "tools": tools,
-            "chat_template_kwargs": decided.template_kwargs or None,
+            "chat_template_kwargs": self.preparation.template_kwargs or None,
             "add_generation_prompt": False,
         }
         try:

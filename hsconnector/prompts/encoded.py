@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 
 from hsconnector.prompts.row import RowRefused
 
@@ -30,9 +31,10 @@ class Encoded:
     """Thoughts of earlier turns that the template does not render."""
     places: tuple[Place, ...] = ()
     """Ascending."""
-    request: bytes | None = None
-    """What asks an engine for the same ids, a JSON object for `/tokenize`; empty where it would see another date, None
-    for what came as token ids."""
+    request: bytes = b""
+    """What asks an engine for the same ids, a JSON object for `/tokenize`; empty for what came as token ids."""
+    day: date | None = None
+    """The day that the template writes into the conversation as today; None where it writes none."""
 
 
 def check_ids(engine_ids: Sequence[int], local: Encoded, text: Callable[[int], str] = str) -> None:
@@ -49,7 +51,7 @@ def check_ids(engine_ids: Sequence[int], local: Encoded, text: Callable[[int], s
     theirs, our = (repr(text(ids[at])) if at < len(ids) else "nothing more" for ids in (engine_ids, ours))
     raise RowRefused(
         f"is rendered otherwise by the engine, from token {at} on: {theirs} there, {our} here, {_where(local, at)}; "
-        "give --tokenizer the engine's own, or --template-kwargs and the date that it uses"
+        "give --tokenizer the engine's own, or --template-kwargs and the --date that it uses"
     )
 
 

@@ -99,7 +99,7 @@ class PromptReader:
         except _LeftOut as dropped:
             return Dropped(index, sample_id, str(dropped), dropped.why)
         token_ids, loss_mask = tuple(encoded.token_ids), tuple(encoded.loss_mask)
-        conversation = whole if whole.request is not None else None
+        conversation = whole if whole.request else None
         return Prompt(index, sample_id, token_ids, loss_mask, encoded.left_out, conversation)
 
     def _sample_id(self, row: Mapping[str, Any], index: int) -> str:

@@ -145,8 +145,8 @@ class Speech:
     def _prompt(self, messages: list[Message]) -> str:
         return self._render(messages, add_generation_prompt=True)
 
-    def _render(self, messages: list[Message], **how: bool) -> str:
-        return self._template.render(messages, self._tools, **how)
+    def _render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+        return self._template.render(messages, self._tools, add_generation_prompt=add_generation_prompt)
 
     def _stop(self, turn: int, start: int, end: int) -> int:
         """The token at which a turn stops: the first that can, after its last text and before another's."""

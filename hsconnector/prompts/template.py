@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,8 @@ __all__ = ["MARK_END", "MARK_START", "Template", "TemplateSaysNo"]
 
 MARK_START, MARK_END = "\U00031349", "\U0003134a"
 """Written around what `{% generation %}` encloses; no text of a row may hold them."""
+_ANOTHER_DAY = timedelta(days=397)
+"""So long ago year, month and day of the week were others, whatever day it is."""
 _MOST_STEPS = 2_000_000
 """Items that `range` gives in one rendering."""
 _MOST_CHARACTERS = 64 << 20
@@ -39,7 +41,8 @@ class Template:
 
     def __init__(self, text: str, values: Mapping[str, Any], today: date) -> None:
         self.text = text
-        self._values = {**values, "strftime_now": datetime.combine(today, time()).strftime}
+        self._values = values
+        self._today = today
         try:
             tree = _environment(False).parse(text)
             self._plain, self._marking = _compiled(text, False), _compiled(text, True)
@@ -55,13 +58,26 @@ class Template:
         """Whether the template mentions a field or a role."""
         return re.search(rf"\b{name}\b", self.text) is not None
 
+    def shows_date(self, messages: Sequence[Any], tools: Any) -> bool:
+        """Whether the text of a conversation is another one on another day; raises `TemplateSaysNo`."""
+        return self.knows("strftime_now") and self.render(messages, tools) != self.render(
+            messages, tools, today=self._today - _ANOTHER_DAY
+        )
+
     def render(
-        self, messages: Sequence[Any], tools: Any, *, add_generation_prompt: bool = False, marked: bool = False
+        self,
+        messages: Sequence[Any],
+        tools: Any,
+        *,
+        add_generation_prompt: bool = False,
+        marked: bool = False,
+        today: date | None = None,
     ) -> str:
         """The text of a conversation; raises `TemplateSaysNo`."""
         pieces, size = [], 0
         template = self._marking if marked else self._plain
         given = {**self._values, "messages": messages, "tools": tools, "documents": None, "range": _range()}
+        given["strftime_now"] = datetime.combine(today or self._today, time()).strftime
         try:
             for piece in template.generate(given, add_generation_prompt=add_generation_prompt):
                 pieces.append(piece)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from hsconnector.capture.content import WeightsHeld
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.errors import BrokenIndex
@@ -69,6 +70,12 @@ class Index:
             records = (record_of(row[0]) for row in self._reader.rows(query, **values))
             found |= {record.capture_id: record for record in records}
         return [found[capture_id] for capture_id in sorted(found)]
+
+    def weights(self, **narrowed: str | None) -> list[WeightsHeld]:
+        """Whose weights the ready captures are of, the newest last; narrowed by `dataset` and `model`."""
+        values = {name: value for name, value in narrowed.items() if value is not None}
+        rows = self._reader.rows(queries.weights(*sorted(values)), state=CaptureState.READY, **values)
+        return sorted((WeightsHeld(*row) for row in rows), key=lambda each: each.newest)
 
     def live(self, folder: str) -> dict[str, CaptureRecord]:
         """The captures of one two-digit folder that have not failed or expired."""

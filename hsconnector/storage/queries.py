@@ -23,6 +23,7 @@ __all__ = [
     "OF_REQUEST",
     "Filter",
     "page",
+    "weights",
     "with_content",
 ]
 
@@ -41,6 +42,8 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     state: CaptureState | None = None
     content_hash: str | None = None
     model: str | None = None
+    weights_id: str | None = None
+    """Exactly; "" for those of which it is not known."""
     since: float | None = None
     """Seconds since the epoch; compared with `created`."""
 
@@ -63,6 +66,13 @@ ENDED_BEFORE = Statement(
     .limit(param("limit"))
 )
 """Never the newest capture: SQLite gives the next one the number after the largest that is there."""
+
+
+@functools.cache
+def weights(*names: str) -> Statement:
+    """Of the captures in a state, narrowed by these columns: each weights id, how many, and the newest."""
+    query = sa.select(_c.weights_id, sa.func.count(), sa.func.max(_c.capture_id)).group_by(_c.weights_id)
+    return Statement(query.where(*(_c[name] == param(name) for name in ("state", *names))))
 
 
 def page(wanted: Filter, *, after: bool, oldest_first: bool) -> tuple[Statement, dict[str, object]]:
@@ -94,7 +104,7 @@ def _condition(name: str) -> sa.ColumnElement[bool]:
 
 def _not_empty(name: str) -> list[sa.ColumnElement[bool]]:
     """What the partial index of a column asks to hear."""
-    return [_c[name] != ""] if name in ("sample_id", "content_hash") else []
+    return [_c[name] != ""] if name in ("sample_id", "content_hash", "weights_id") else []
 
 
 def with_content(hashes: Sequence[str]) -> tuple[Statement, dict[str, object]]:

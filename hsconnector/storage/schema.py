@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 __all__ = ["REVISION", "USER_VERSION", "captures", "client_ids", "lease_counts", "lease_items", "leases", "metadata"]
 
-REVISION = "0003"
+REVISION = "0004"
 """The newest of `migrations/versions`: what these tables are."""
 USER_VERSION = 2
 """SQLite's `user_version` of an index, by which sidecars that knew no revisions tell what they may write: they could
@@ -35,6 +35,7 @@ captures = sa.Table(
     sa.Column("record", sa.LargeBinary, nullable=False),
     sa.Column("ended", sa.Double),
     sa.Column("reason", sa.Text, nullable=False, server_default=""),
+    sa.Column("weights_id", sa.Text, nullable=False, server_default=""),
 )
 """`record` is the capture in msgpack; the other columns serve the filters. `seq` counts captures in the order in which
 the index first heard of them."""
@@ -96,6 +97,7 @@ _index("captures_sample_only", _c.sample_id, where=_c.sample_id != "")
 _index("captures_state", _c.state, _c.capture_id)
 _index("captures_content", _c.content_hash, where=_c.content_hash != "")
 _index("captures_created", _c.created)
+_index("captures_weights", _c.weights_id, _c.capture_id, where=_c.weights_id != "")
 _index("lease_items_capture", _item.capture_id, _item.state)
 _index("lease_items_due", _item.state, _item.deadline)
 _index("lease_items_lease", _item.lease_id)

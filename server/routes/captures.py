@@ -27,6 +27,7 @@ async def list_captures(
     state: CaptureState | None = None,
     content_hash: str | None = None,
     model: str | None = None,
+    weights_id: Annotated[str | None, Query(description="Whose weights; empty for captures that do not say.")] = None,
     since: Annotated[
         float | None, Query(allow_inf_nan=False, description="Created at or after, seconds since the epoch.")
     ] = None,
@@ -43,6 +44,7 @@ async def list_captures(
         state=state,
         content_hash=content_hash,
         model=model,
+        weights_id=weights_id,
         since=since,
     )
     page = await sidecar.page(wanted, limit=limit, cursor=cursor, oldest_first=order == "oldest")

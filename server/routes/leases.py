@@ -54,6 +54,7 @@ class LeaseFilters(_Body):
     sample_id: Text | None = None
     model: Name | None = None
     model_revision: Name | None = None
+    weights_id: Annotated[str | None, Field(max_length=64, description="Its first digits; empty: unknown.")] = None
     lora: Name | None = None
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4096)] = []
     since: Annotated[float | None, Field(allow_inf_nan=False)] = None

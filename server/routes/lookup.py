@@ -20,6 +20,7 @@ SHOWN = (
     "reason",
     "detail",
     "content_hash",
+    "weights_id",
     "dataset",
     "sample_id",
     "num_rows",
@@ -52,6 +53,13 @@ async def look_up(wanted: Lookup, sidecar: Served) -> JSONResponse:
     records = await sidecar.with_content(wanted.content_hashes)
     described = [sidecar.describe(record) for record in records]
     return JSONResponse({"object": "list", "data": [{name: each[name] for name in SHOWN} for each in described]})
+
+
+@router.get("/v1/weights")
+async def list_weights(sidecar: Served, dataset: str | None = None, model: str | None = None) -> JSONResponse:
+    """Whose weights the ready captures are of: how many of each, and the newest; the newest weights last."""
+    held = await sidecar.weights(dataset=dataset, model=model)
+    return JSONResponse({"object": "list", "data": msgspec.to_builtins(held)})
 
 
 @router.get("/v1/producers")

@@ -211,17 +211,54 @@ def test_a_conversation_that_the_engine_renders_otherwise_is_refused_before_it_i
     assert engine.asked == []
 
 
-@pytest.mark.parametrize("template", [True, False], ids=["off", "no template"])
+@pytest.mark.parametrize("status", [404, 501, 401, 403, 400])
 def test_an_engine_that_renders_nothing_is_said_once(
-    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: bool
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
-    engine.render = None if template else lambda body: "made up: no template"
+    """Its route is off, a gateway lets nobody through to it, or the model has no template: 400 to all messages."""
+    engine.render, engine.without = None if status != 400 else lambda body: "made up: no template", status
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps({"messages": talk("a", f"b{row}")}) + "\n" for row in range(5)))
     assert extract(data, *options(engine, sidecar), "--concurrency", 1) == 0
     out, _ = capsys.readouterr()
     assert out.endswith(" were there, 5 not compared with the engine's rendering\n")
     assert engine.rendered == 2
+
+
+def test_a_capture_of_other_ids_than_the_engine_rendered_fails_its_row(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.render = renders(tmp_path / "model")
+    engine.fault = lambda number, sample: "shifted" if sample == "1" else ""
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"messages": talk("a", f"b{row}")}) + "\n" for row in range(3)))
+    assert extract(data, *options(engine, sidecar)) == 1
+    out, err = capsys.readouterr()
+    assert ", 1 failed" in out and "2 captured" in out
+    assert "row 1: its capture" in err and "its token ids are others than were sent" in err
+    states = {record.sample_id: record.state for record in captures(sidecar, "d")}
+    assert states == {"0": CaptureState.READY, "1": CaptureState.QUARANTINED, "2": CaptureState.READY}
+
+
+def test_what_shows_another_day_than_today_is_not_compared_and_that_is_said(
+    engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine writes its own today; a conversation that shows no date is compared whatever day it is."""
+    tokenizer = tiny_tokenizer()
+    day = "{% if messages[0].role != 'system' %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+    tokenizer.chat_template = day + (tokenizer.chat_template or "")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine.render = renders(tmp_path / "model")
+    data = tmp_path / "d.jsonl"
+    rows = [talk("a", "b"), [{"role": "system", "content": "c"}, *talk("a", "b")]]
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    assert extract(data, *options(engine, sidecar), "--date", "2001-02-03", "--dataset", "past") == 0
+    assert engine.rendered == 1
+    out, _ = capsys.readouterr()
+    assert out.endswith(" were there, 1 not compared with the engine's rendering, which is of another day\n")
+    assert extract(data, *options(engine, sidecar), "--dataset", "now") == 0
+    assert engine.rendered == 2, "today's differs from what is stored, the other row is there"
+    assert "not compared" not in capsys.readouterr().out
 
 
 def test_many_conversations_are_encoded_in_another_process_in_their_order(

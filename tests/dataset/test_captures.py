@@ -95,7 +95,7 @@ def test_what_is_missing_is_named(sidecar: SidecarThread, tmp_path: Path) -> Non
     feed(sidecar.url, [7, 5])
     with pytest.raises(CaptureNotFound, match=r"1 of 3 samples have no ready capture: '1'"):
         CaptureDataset(sidecar.url, data=data)
-    assert [sample["sample_id"] for sample in CaptureDataset(sidecar.url, data=data, missing="skip")] == ["7", "5"]  # type: ignore[attr-defined]
+    assert [sample["sample_id"] for sample in CaptureDataset(sidecar.url, data=data, missing="skip")] == ["7", "5"]
     with pytest.raises(CaptureNotFound, match="'8'"):
         CaptureDataset(sidecar.url, sample_ids=["5", "8"])
     assert same(CaptureDataset(sidecar.url, sample_ids=["7", "5"])[0], 7)

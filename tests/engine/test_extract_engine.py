@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -18,11 +19,18 @@ import pytest
 from hsconnector.capture.protocol import CaptureState
 from hsconnector.capture.record import CaptureRecord
 from hsconnector.client import Client
+from hsconnector.prompts.conversation import engine_messages, read_conversation, read_tools
+from hsconnector.prompts.encoded import check_ids
 from hsconnector.prompts.files import open_rows
 from hsconnector.prompts.row import RowRefused
 from tests.engine.server import ApiServer
 from tests.hugging_face import reference_states
 from tests.models import LAYER_IDS, VOCAB_SIZE, random_token_ids
+from tests.prompts.shapes import SHAPES
+from tests.prompts.shared import shared_chat, shared_tokenizer
+from tests.prompts.talks import TALKS
+from tests.prompts.test_corpus import given
+from tests.prompts.test_engine_messages import TOOLS
 from tests.sidecar import SidecarThread
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -34,8 +42,12 @@ COUNT = 60
 def server(
     models: dict[str, Path], sidecar: SidecarThread, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ApiServer]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    running = ApiServer(models["qwen3"], log, connector={"sidecar": sidecar.url})
+    """An engine whose tokenizer knows the markers of every shape of chat template, and whose own is Qwen3's."""
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copytree(models["qwen3"], folder / "model")
+    shared_tokenizer().save_pretrained(folder / "model")
+    trusting = ("--trust-request-chat-template",)
+    running = ApiServer(folder / "model", folder / "log", connector={"sidecar": sidecar.url}, arguments=trusting)
     yield running
     running.stop()
 
@@ -114,6 +126,61 @@ def test_what_the_engine_will_not_take_is_named_and_conversations_go_through(
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
     body = {"messages": messages, "add_generation_prompt": False}
     assert httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"] == saved[0]["input_ids"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_engine_renders_each_shape_of_template_to_the_ids_that_are_asked_for(server: ApiServer, shape: str) -> None:
+    """The template goes with the request, which the server is told to trust; what else goes is what `extract` sends."""
+    chats = shared_chat(shape, open_end="train")
+    compared = 0
+    for name in TALKS:
+        try:
+            encoded = chats.encode(given(shape, name), TOOLS)
+        except RowRefused:
+            continue
+        body = {**json.loads(encoded.request), "chat_template": SHAPES[shape].template}
+        answer = httpx.post(f"{server.url}/tokenize", json=body, timeout=60)
+        assert answer.is_success, (name, answer.text)
+        if shape == "harmony" and "thought" in name and name not in ("first thought", "thought in content"):
+            # vLLM 0.32 hands a thought on as `reasoning`, this template asks for `thinking`: the row is refused.
+            with pytest.raises(RowRefused, match="is rendered otherwise by the engine"):
+                check_ids(answer.json()["tokens"], encoded)
+            continue
+        assert (name, answer.json()["tokens"]) == (name, encoded.token_ids)
+        compared += 1
+    assert compared >= 10
+
+
+def test_talks_with_tools_and_thoughts_are_captured_with_the_ids_that_the_engine_renders(
+    server: ApiServer, sidecar: SidecarThread, client: Client, tmp_path: Path
+) -> None:
+    data = tmp_path / "talks.jsonl"
+    rows = [{"messages": talk, "tools": TOOLS} for name, talk in TALKS.items() if name not in ("long", "as text")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = subprocess.run(command(server, sidecar, data, "--json"), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads(ended.stdout)
+    assert (summary["captured"], summary["local_rendering"]) == (len(rows), 0)
+    found = {record.sample_id: record for record in captures(client, "talks")}
+    for number, row in enumerate(rows):
+        messages = engine_messages(read_conversation(row["messages"]))
+        body = {"messages": messages, "tools": read_tools(TOOLS), "add_generation_prompt": False}
+        rendered = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"]
+        assert client.fetch(found[str(number)]).token_ids.tolist() == rendered
+
+
+def test_what_beam_search_captures_is_of_no_sample(server: ApiServer, client: Client) -> None:
+    """vllm#10754: its requests forget the options of the one that they serve, `"capture": false` as well."""
+    before = {record.capture_id for record in client.find()}
+    body = {"prompt": random_token_ids(40, seed=11), "max_tokens": 3, "use_beam_search": True, "n": 2, "temperature": 0}
+    asked = {"capture": True, "dataset": "beams", "sample_id": "s"}
+    for hidden_states in (asked, {"capture": False}):
+        params = {"hidden_states": hidden_states}
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, "kv_transfer_params": params}, timeout=120)
+        assert answer.is_success, answer.text
+    made = [record for record in client.find() if record.capture_id not in before]
+    assert made, "the README says that it does"
+    assert {(record.dataset, record.sample_id) for record in made} == {("", "")}
 
 
 def test_other_layers_than_asked_for_are_refused_before_anything_is_asked(

@@ -63,12 +63,15 @@ class FakeEngine:
         fault: Callable[[int, str], str] = lambda number, sample: "",
         key: str = "",
         port: int = 0,
+        weights_id: str = "",
     ) -> None:
         self.fault = fault
         self.point: Callable[[], None] = lambda: None
         self.after_cut: Callable[[], bool] = lambda: True
         self.render: Callable[[dict[str, Any]], list[int] | str] | None = None
         """What `/tokenize` answers, a text for 400; None for an engine without it."""
+        self.without = 404
+        """What an engine without it answers."""
         self.rendered = 0
         self.asked: list[str] = []
         """The sample id of each request."""
@@ -79,8 +82,18 @@ class FakeEngine:
         self._layers = layer_ids
         self._lock = threading.Lock()
         self._feeder = Feeder(
-            sidecar_url, layer_ids=layer_ids, hidden_size=HIDDEN, num_layers=NUM_LAYERS, model=model, key=key
+            sidecar_url,
+            layer_ids=layer_ids,
+            hidden_size=HIDDEN,
+            num_layers=NUM_LAYERS,
+            model=model,
+            key=key,
+            weights_id=weights_id,
         )
+        self.changed_weights = ""
+        """Whose weights its captures are of, where not those of its start."""
+        self.adapters: dict[str, str] = {}
+        """The weights ids of adapters that requests may name as their model."""
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
@@ -106,6 +119,10 @@ class FakeEngine:
         self._socket.close()
         self._feeder.__exit__()
 
+    def end_stream(self) -> None:
+        """The engine is gone, and says so."""
+        self._feeder.close_stream()
+
     def cut(self) -> None:
         """The client of all requests that run is gone."""
         with self._lock:
@@ -130,7 +147,7 @@ class FakeEngine:
         body = json.loads(await request.body())
         self.rendered += 1
         if self.render is None:
-            return _error(404, "Not Found")
+            return _error(self.without, "made up: not here")
         said = self.render(body)
         if isinstance(said, str):
             return _error(400, said)
@@ -147,7 +164,8 @@ class FakeEngine:
         with self._lock:
             number = len(self.asked)
             asked = body["kv_transfer_params"]["hidden_states"]
-            self.asked.append(asked["sample_id"])
+            self.asked.append(asked.get("sample_id", ""))
+            asked = {**asked, "lora": body["model"] if body["model"] in self.adapters else ""}
             self.bodies.append(body)
             self.running += 1
         try:
@@ -158,7 +176,7 @@ class FakeEngine:
 
     def _complete(self, number: int, token_ids: list[int], asked: dict[str, Any], born: int) -> Response:
         self.point()
-        fault = self.fault(number, asked["sample_id"])
+        fault = self.fault(number, asked.get("sample_id", ""))
         if fault in ("busy", "refused", "key"):
             status = {"busy": 503, "refused": 400, "key": 401}[fault]
             return _error(status, f"made up: {fault}")
@@ -177,7 +195,10 @@ class FakeEngine:
 
     def open(self, capture_id: str, token_ids: list[int], asked: dict[str, Any], born: int) -> bool:
         """Begins a capture, unless the client is gone."""
-        about = {name: asked[name] for name in ("dataset", "sample_id", "tags", "expected_content_hash")}
+        names = ("dataset", "sample_id", "tags", "expected_content_hash", "lora")
+        about = {name: asked[name] for name in names if name in asked}
+        about["weights_id"] = self.changed_weights
+        about["lora_weights_id"] = self.adapters.get(about.get("lora", ""), "")
         with self._lock:
             if self.cuts != born:
                 return False

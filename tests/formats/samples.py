@@ -65,11 +65,13 @@ def feed(
     layer_ids: Sequence[int] = LAYERS,
     dtype: torch.dtype = torch.float32,
     dataset: str = "chats",
+    weights_id: str = "",
+    called: str = "",
 ) -> list[str]:
     """Sends a capture of each (row index, token ids), as an engine would; their ids."""
     hidden = model_in(model, dtype).config.hidden_size
     about = {"layer_ids": layer_ids, "hidden_size": hidden, "num_layers": NUM_LAYERS}
-    with Feeder(url, model=str(model), dtype=dtype, **about) as feeder:
+    with Feeder(url, model=called or str(model), dtype=dtype, weights_id=weights_id, **about) as feeder:
         return [
             feeder.capture(
                 captured_states(model, ids, layer_ids, dtype),

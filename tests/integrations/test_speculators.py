@@ -110,6 +110,31 @@ class TestCached:
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == 3 and "'tiny'" in warnings[0] and "--hsc-model" in warnings[0]
 
+    def test_captures_of_other_weights_than_the_engines_are_not_found(
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """vllm#57810: the model's name is the same; the engine that sends now decides, or what is said."""
+        about = {"layer_ids": LAYER_IDS, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS}
+        old, new = states_of(ROWS[0]), states_of(ROWS[1])
+        with Feeder(sidecar.url, weights_id="a" * 64, **about) as feeding:  # type: ignore[arg-type]
+            feeding.capture(old, ROWS[0])
+            feeding.close_stream()
+        sample = connect(settings).get_cached(0)
+        assert sample is not None and torch.equal(sample["hidden_states"], old)
+        with Feeder(sidecar.url, weights_id="b" * 64, **about) as feeding:  # type: ignore[arg-type]
+            name = feeding.capture(new, ROWS[1])
+            transfer = connect(settings)
+            assert transfer.get_cached(0) is None and transfer.get_cached(1) is not None
+            assert "captures of other weights than bbbbbbbbbbbb are not taken: 1 of weights aaaaaaaaaaaa" in caplog.text
+            feeding.close_stream()
+        with pytest.raises(SettingsError, match="--hsc-weights-id"):
+            connect(settings).get_cached(0)
+        chosen = connect(replace(settings, weights_id="a"))
+        sample = chosen.get_cached(0)
+        assert sample is not None and torch.equal(sample["hidden_states"], old)
+        with pytest.raises(SettingsError, match=r"of weights b{12}, this run trains on a{12}"):
+            chosen.get_generated({"capture_id": name, "handle": f"{sidecar.url}/v1/captures/{name}"})
+
     def test_an_engine_that_captures_more_layers_gives_those_that_are_trained_on(
         self, connect: Connect, settings: RunSettings, sidecar: SidecarThread
     ) -> None:
