@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from hsconnector.errors import (
 )
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 
-__all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register"]
+__all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register", "trainer_sample"]
 
 NAME = "hsconnector"
 
@@ -318,6 +318,22 @@ def register() -> None:
     """Makes the backend known to speculators; before `speculators.train.config.resolution` is imported."""
     if HiddenStatesBackend.registry.get(NAME) is not SidecarBackend:
         HiddenStatesBackend.register(NAME)(SidecarBackend)
+
+
+def trainer_sample(sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A sample of `hsconnector.dataset`, read with the layers of a run, as the trainer's own data set gives it.
+
+    `hidden_states` `[T, (L - 1) * H]`, `verifier_last_hidden_states` `[T, H]` (the last slot), `input_ids` and
+    `loss_mask` `[T]`: what `hsconnector.dataset.Pack` puts together as the trainer's `CollateFn` does. That one also
+    counts `error_records` in a batch, samples that were not there: a data set of ours leaves them out.
+    """
+    states = sample["hidden_states"]
+    return {
+        "hidden_states": states[:, :-1].flatten(1),
+        "input_ids": sample["token_ids"],
+        "verifier_last_hidden_states": states[:, -1],
+        "loss_mask": sample["loss_mask"],
+    }
 
 
 def load_trainer() -> Callable[[Sequence[str]], None]:
