@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hsconnector.client.passed import Passed, PassedOver
@@ -66,9 +68,8 @@ class CaptureDataset(Dataset[Sample]):
         self._passed = PassedOver(max_bad)
         entries = choose_entries(self._fetcher.list(model), dataset, sample_ids, data, missing, weights_id)
         self.layer_ids = common_layers(entries, view)
-        held = np.array([entry.replicas[0].record.num_rows for entry in entries], np.int64)
-        self.lengths = held if rows is None else np.minimum(held, rows[1]) - np.minimum(held, rows[0])
-        """Tokens of each sample, `[N]` int64, for samplers that fill a budget."""
+        held = torch.tensor([entry.replicas[0].record.num_rows for entry in entries], dtype=torch.int64)
+        self._lengths = held if rows is None else held.clamp(max=rows[1]) - held.clamp(max=rows[0])
         self._entries = Table(entries, Entry)
 
     def __len__(self) -> int:
@@ -82,7 +83,8 @@ class CaptureDataset(Dataset[Sample]):
         """A sample, or for a slice the data set of those samples, of which nothing is read yet."""
         if isinstance(index, slice):
             part = copy.copy(self)
-            part._entries, part.lengths = self._entries[index], self.lengths[index]
+            part._entries = self._entries[index]
+            part._lengths = self._lengths[list(range(len(self))[index])]
             return part
         entry = self._entries[index]
         capture = self._fetcher.fetch(entry.replicas)
@@ -95,6 +97,11 @@ class CaptureDataset(Dataset[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return (sample for sample in map(self._get, range(len(self))) if sample is not None)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, `[N]` int64, for samplers that fill a budget."""
+        return self._lengths.numpy()
 
     @property
     def sample_ids(self) -> list[str]:
