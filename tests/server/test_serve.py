@@ -110,7 +110,7 @@ def test_an_option_that_says_what_the_default_is_wins_too(tmp_path: Path) -> Non
 
 def test_beside_a_server_py_of_theirs(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text("raise SystemExit('the wrong server')")
-    command = [COMMAND, "serve", "--port=0", f"--store={tmp_path / 'file'}", "--on-unsound=panic"]
+    command: list[str | Path] = [COMMAND, "serve", "--port=0", f"--store={tmp_path / 'file'}", "--on-unsound=panic"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert "wrong server" not in done.stderr
     assert (done.returncode, "on_unsound" in done.stderr) == (2, True)
