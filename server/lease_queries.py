@@ -40,6 +40,11 @@ LEASE = Statement(
 )
 ITEM = Statement(sa.select(_item.state, _item.lease_id).where(_of_queue, _of_capture))
 HELD_BY = Statement(sa.select(_item.capture_id).where(_item.lease_id == param("of_lease"), _is_leased))
+HELD_BY_CONSUMER = Statement(
+    sa.select(_item.capture_id)
+    .join_from(lease_items, leases, _item.lease_id == _lease.lease_id)
+    .where(_is_leased, _of_queue, _lease.consumer == param("of_consumer"))
+)
 IS_HELD = Statement(sa.select(sa.true()).where(_of_capture, _is_leased, _item.deadline > param("now")))
 IS_ACKED = Statement(sa.select(sa.true()).where(_of_capture, _is_acked).limit(1))
 HAS_ACKED = Statement(sa.select(sa.true()).where(_is_acked).limit(1))

@@ -101,6 +101,15 @@ class Leases:
             self._count(lease.queue, lease.consumer, LeaseEvent.RELEASED, len(names))
         return names
 
+    def release_all(self, queue: str, consumer: str) -> list[str]:
+        """Gives back whatever a consumer holds in a queue: for one that was restarted and knows no leases any more."""
+        with self._transaction():
+            held = self._index.rows(queries.HELD_BY_CONSUMER, of_queue=queue, of_consumer=consumer)
+            names = [name for (name,) in held]
+            self._change(queries.FREE, queue, names)
+            self._count(queue, consumer, LeaseEvent.RELEASED, len(names))
+        return names
+
     def renew(self, lease_id: str, deadline_s: float) -> float:
         """Moves the deadline to `deadline_s` seconds from now; raises `Refusal` where it has passed."""
         with self._transaction() as now:

@@ -53,6 +53,12 @@ class Lending:
         self._waiters.announce()
         return released
 
+    async def release_all(self, queue: str, consumer: str) -> list[str]:
+        """Gives back whatever a consumer holds in a queue."""
+        released = await self._writer.run(self._leases.release_all, queue, consumer)
+        self._waiters.announce()
+        return released
+
     async def renew(self, lease_id: str, deadline_s: float) -> float:
         """Moves a deadline; returns the new one, seconds since the epoch."""
         return await self._writer.run(self._leases.renew, lease_id, deadline_s)

@@ -4,6 +4,10 @@ What can be wrong is listed in `FindingKind`. A run counts as `constant_rows` fr
 its token ids are not all the same, for a model may well give equal rows for one token repeated; rows of zeros are
 `zero_rows` and not counted there again. `wrong_content_hash` is not judged here: it needs no row.
 
+A row that is zero in some slots only is a `zero_rows` finding which names them, but not in slots that are zero in every
+row (`zero_slots`), and not for layer id 0: the embedding of a padding token is zero in many checkpoints, and what
+leaves a layer is not, unless the row is zero from the embedding on.
+
 bfloat16, float16 and float32 compare as integers once the sign is looked at apart, so the largest unsigned and the
 largest signed element of a slot tell at memory speed whether it is finite, whether it is zero, and its extremes.
 """
@@ -88,7 +92,8 @@ class Judge:
         self._normed = 0
         self._zero_count = np.zeros(slots, np.int64)
         self._bad_count = np.zeros(slots, np.int64)
-        self._bad, self._zero, self._flat = RowList(), RowList(), RowList()
+        self._bad, self._zero, self._flat, self._gaps = RowList(), RowList(), RowList(), RowList()
+        self._may_gap = np.array(layer_ids) == 0
         self._groups = [list(range(slots))] if slots > 1 else []
         self._last: npt.NDArray[Any] | None = None
         self._last_zero = False
@@ -112,7 +117,7 @@ class Judge:
         tokens = np.frombuffer(token_ids, "<i8")
         found = (
             self._non_finite(),
-            Finding(FindingKind.ZERO_ROWS, self._zero.count, tuple(self._zero.first)),
+            self._zero_rows(),
             self._zero_slots(),
             self._constant(tokens),
             self._equal_slots(),
@@ -131,6 +136,7 @@ class Judge:
         self._bad.add(bad.any(axis=1), self.rows)
         zero_rows: Flags = zero.all(axis=1)
         self._zero.add(zero_rows, self.rows)
+        self._gaps.add((zero & ~self._may_gap).any(axis=1) & ~zero_rows, self.rows)
         high, low = signed.max(axis=0), unsigned.max(axis=0)
         maximum = self.format.floats(high.view(bits.dtype)).astype(np.float64)
         minimum = self.format.floats(low).astype(np.float64)
@@ -177,6 +183,16 @@ class Judge:
         slots = np.nonzero(self._bad_count)[0][:LISTED]
         return Finding(
             FindingKind.NON_FINITE, self._bad.count, tuple(self._bad.first), tuple(int(slot) for slot in slots)
+        )
+
+    def _zero_rows(self) -> Finding:
+        """Rows of zeros in every slot and, where no slot is all zero, in some slots, which are named."""
+        if not self._gaps.count or (self._zero_count == self.rows).any():
+            return Finding(FindingKind.ZERO_ROWS, self._zero.count, tuple(self._zero.first))
+        rows = sorted({*self._zero.first, *self._gaps.first})[:LISTED]
+        slots = np.nonzero((self._zero_count > self._zero.count) & ~self._may_gap)[0][:LISTED]
+        return Finding(
+            FindingKind.ZERO_ROWS, self._zero.count + self._gaps.count, tuple(rows), tuple(int(slot) for slot in slots)
         )
 
     def _zero_slots(self) -> Finding:

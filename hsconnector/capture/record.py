@@ -36,7 +36,7 @@ class FindingKind(enum.StrEnum):
     NON_FINITE = "non_finite"
     """An infinity or NaN."""
     ZERO_ROWS = "zero_rows"
-    """Rows that are zero in every slot."""
+    """Rows that are zero in every slot, or in those that are named."""
     ZERO_SLOTS = "zero_slots"
     """Slots that are zero in every row."""
     CONSTANT_ROWS = "constant_rows"

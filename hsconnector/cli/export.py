@@ -91,9 +91,6 @@ def export(
     check_samples: Annotated[
         int, typer.Option(min=0, help="How many files --check compares with Hugging Face, evenly spread; 0: all.")
     ] = 0,
-    tolerance: Annotated[
-        float, typer.Option(min=0, help="Largest relative error for --check; 0: 1e-5 (f32), 1e-2 (f16), 2e-2 (bf16).")
-    ] = 0.0,
 ) -> None:
     """Writes captures as the files that a trainer reads, and a manifest that says what they hold.
 
@@ -118,7 +115,7 @@ def export(
     with closing(open_source(source, local=local)) as captures:
         failed = run.export(captures)
     if check:
-        failed += run.check(check_samples, tolerance)
+        failed += run.check(check_samples)
     if failed:
         raise typer.Exit(1)
 
@@ -196,20 +193,21 @@ class _Run:
         if not same:
             self._say("it is another than the one that was there: a drafter that began with that cannot go on with it")
 
-    def check(self, samples: int, tolerance: float) -> int:
+    def check(self, samples: int) -> int:
         """Compares files with their hashes and with Hugging Face; the number of those that differ, which are named."""
         description, entries = read_manifest(self.out)
         chosen = _spread(entries, samples)
         reference = ReferenceModel(self.request.model or description.model)
-        compared = ExportCheck(self.request.format, description, reference, tolerance).files(self.out, entries, chosen)
+        compared = ExportCheck(self.request.format, description, reference).files(self.out, entries, chosen)
         hidden = not self.console.is_terminal
         files = list(track(compared, "comparing", len(entries), console=self.console, transient=True, disable=hidden))
         wrong = [file for file in files if file.problem]
         right = [file for file in files if not file.problem and file.file in chosen]
         largest = max((file.largest_relative for file in files), default=0.0)
+        scales = max((file.scales for file in files), default=0.0)
         self._say(
             f"{len(right)} of {len(chosen)} files equal Hugging Face's pass of "
-            f"{plain(reference.name)}; largest relative error {largest:.2g}"
+            f"{plain(reference.name)}; largest relative error {largest:.2g}, {scales:.2g} times what rounding explains"
         )
         unhashed = sum(not entry.file_hash for entry in entries.values())
         if unhashed:

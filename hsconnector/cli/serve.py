@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import logging
 import resource
 import signal
+import socket
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args
@@ -91,6 +93,13 @@ def _run(config: Path | None, given: dict[str, Any]) -> None:
     except OSError as error:
         where = f"{settings.host}:{settings.port}" + (f" and {settings.uds}" if settings.uds else "")
         raise CouldNotStart(f"cannot listen on {where}: {error.strerror or error}") from error
+    with contextlib.ExitStack() as open_sockets:
+        for bound in sockets:
+            open_sockets.enter_context(bound)
+        _serve(settings, sockets)
+
+
+def _serve(settings: Settings, sockets: list[socket.socket]) -> None:
     if settings.reaches_beyond_loopback() and not settings.public_url:
         log.warning("handles say %s, which only this host can reach: set --public-url", public_url_of(sockets))
     try:

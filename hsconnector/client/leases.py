@@ -49,12 +49,15 @@ class Lease(msgspec.Struct, frozen=True):
 
     captures: list[CaptureRecord]
     lease_id: str | None = None
+    receiving: int = 0
+    """Captures that the sidecar receives now, of whatever data set."""
 
 
 class Holding(msgspec.Struct, frozen=True):
     """What one consumer of one queue holds now."""
 
     queue: str
+    consumer: str
     held: int
 
 
@@ -102,6 +105,10 @@ class Leases:
         """These captures are free again, for any consumer; those that the lease still held."""
         return self._post(f"/v1/leases/{lease_id}/release", {"capture_ids": capture_ids}, _Released).released
 
+    def release_all(self, queue: str, consumer: str) -> list[str]:
+        """Whatever a consumer holds in a queue is free again; those captures."""
+        return self._post("/v1/leases:release", {"queue": queue, "consumer": consumer}, _Released).released
+
     def renew(self, lease_id: str, deadline_s: float) -> float:
         """Moves the deadline to so many seconds from now; the deadline in seconds since the epoch."""
         return self._post(f"/v1/leases/{lease_id}/renew", {"deadline_s": deadline_s}, _Renewed).deadline
@@ -109,6 +116,11 @@ class Leases:
     def holdings(self) -> list[Holding]:
         """What each consumer of each queue holds now."""
         return self._connection.answer(Page[Holding], "GET", "/v1/leases", repeat=False).data
+
+    def newest(self) -> CaptureRecord | None:
+        """The capture that began last, whatever its state."""
+        page = self._connection.answer(Page[CaptureRecord], "GET", "/v1/captures", params={"limit": "1"}, repeat=False)
+        return next(iter(page.data), None)
 
     def weights(self, filters: LeaseFilters) -> list[WeightsHeld]:
         """Whose weights the ready captures of a data set and model are of; the newest last."""

@@ -20,14 +20,17 @@ A sample is a dictionary of
     lease           str, only from `LeasedDataset`: what `ack` and `release` know the sample by
 
 A sidecar keeps no loss masks: without `data` there is no `loss_mask`, and which tokens count is the trainer's business.
-Nothing is shifted or padded, so batches of more than one sample need a `collate_fn`. Both kinds travel to spawned
-DataLoader workers; each process opens connections of its own.
+Nothing is shifted or padded, so batches of more than one sample need a `collate_fn`: `pad`, or `Pack(max_tokens)`.
+Both kinds travel to spawned DataLoader workers; each process opens connections of its own.
 """
 
 from __future__ import annotations
 
+from hsconnector.client.passed import Passed
 from hsconnector.dataset.captures import CaptureDataset
+from hsconnector.dataset.collate import Pack, pad
 from hsconnector.dataset.leased import Acked, LeasedDataset
+from hsconnector.dataset.ranks import even_steps
 from hsconnector.dataset.samples import Sample
 
-__all__ = ["Acked", "CaptureDataset", "LeasedDataset", "Sample"]
+__all__ = ["Acked", "CaptureDataset", "LeasedDataset", "Pack", "Passed", "Sample", "even_steps", "pad"]

@@ -25,8 +25,7 @@ _DOWN_S = 5.0
 """How long a source that did not answer is asked last."""
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True, array_like=True):
     """A capture as one source holds it."""
 
     source: int
@@ -76,12 +75,12 @@ class Fetcher:
         self._failures = Failures(max_failures)
         self._down: dict[int, float] = {}
 
-    def list(self, dataset: str | None, model: str | None) -> list[Replica]:
+    def list(self, model: str | None) -> list[Replica]:
         """What there is, in every source; records are kept without what is large and not needed."""
         return [
             Replica(index, msgspec.structs.replace(record, verdict=None, tags={}, handle=""))
             for index, source in enumerate(self._sources)
-            for record in source.ready(dataset=dataset, model=model)
+            for record in source.ready(model=model)
         ]
 
     def fetch(self, replicas: Sequence[Replica]) -> Capture:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from hsconnector.capture.kinds import OfRows, of_one_weights
@@ -31,8 +31,9 @@ _NAMED = 5
 """Missing samples named in an error."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One sample and all that hold it: the newest copy of each source, then those before it."""
+
     name: str
     replicas: tuple[Replica, ...]
     row: DataRow | None = None
@@ -40,29 +41,43 @@ class Entry:
 
 def choose_entries(
     found: Sequence[Replica],
+    dataset: str | None,
     sample_ids: Sequence[str] | None,
     data: str | os.PathLike[str] | None,
     missing: Literal["error", "skip"],
     weights_id: str | None = None,
 ) -> list[Entry]:
     """The entries in their order; raises SettingsError, CaptureNotFound."""
-    found = _of_one_weights(found, data, weights_id)
-    about = _common(found)
+    named = [replica for replica in found if dataset in (None, replica.record.dataset)]
+    by_content = data is not None and sample_ids is None
+    meant = _of_one_weights(found if by_content else named, data, weights_id)
+    about = _common([replica for replica in meant if dataset in (None, replica.record.dataset)] or meant)
     rows = [] if data is None else _rows_of(Path(data), about)
-    if data is not None and sample_ids is None:
-        wanted = _by_row(found, rows)
+    if by_content:
+        wanted = _by_row(meant, rows, dataset)
     else:
-        entries = _by_name(found, {row.content_hash: row for row in rows})
+        entries = _by_name(meant, {row.content_hash: row for row in rows})
         names = sorted(entries, key=_natural) if sample_ids is None else sample_ids
         wanted = [(name, entries.get(name)) for name in names]
-    absent = [name for name, entry in wanted if entry is None]
-    if absent and missing == "error":
-        listed = ", ".join(map(repr, absent[:_NAMED])) + (", …" if len(absent) > _NAMED else "")
-        raise CaptureNotFound(
-            f"{len(absent)} of {len(wanted)} samples have no ready capture: {listed}; extract them, or leave them out "
-            'with missing="skip"'
-        )
+    if missing == "error":
+        _require_all(wanted, found, dataset)
     return [entry for _, entry in wanted if entry is not None]
+
+
+def _require_all(wanted: Sequence[tuple[str, Entry | None]], found: Sequence[Replica], dataset: str | None) -> None:
+    """Raises CaptureNotFound where a sample has no capture, or a name has none at all."""
+    absent = [name for name, entry in wanted if entry is None]
+    if not absent and (wanted or dataset is None):
+        return
+    others = Counter(replica.record.dataset for replica in found if replica.record.dataset != dataset)
+    elsewhere = f"; captures under other names: {dict(others)}" if dataset is not None and others else ""
+    if not absent:
+        raise CaptureNotFound(f"no ready capture has the data-set name {dataset!r}{elsewhere}")
+    listed = ", ".join(map(repr, absent[:_NAMED])) + (", …" if len(absent) > _NAMED else "")
+    raise CaptureNotFound(
+        f"{len(absent)} of {len(wanted)} samples have no ready capture: {listed}{elsewhere}; extract them, or leave "
+        'them out with missing="skip"'
+    )
 
 
 def _of_one_weights(
@@ -82,15 +97,25 @@ def _of_one_weights(
     return kept
 
 
-def _by_row(found: Sequence[Replica], rows: Sequence[DataRow]) -> list[tuple[str, Entry | None]]:
+def _by_row(found: Sequence[Replica], rows: Sequence[DataRow], dataset: str | None) -> list[tuple[str, Entry | None]]:
     """Every row with the copies of its content, whatever sample ids and data sets they were captured under."""
     replicas: dict[str, list[Replica]] = defaultdict(list)
     for replica in found:
         replicas[replica.record.content_hash].append(replica)
-    copies = {content: _newest(same) for content, same in replicas.items()}
+    held = [replicas.get(row.content_hash, []) for row in rows]
+    elsewhere = [same for same in held if same and dataset not in (None, *(copy.record.dataset for copy in same))]
+    if elsewhere:
+        names = Counter(_by_age(same)[0].record.dataset for same in elsewhere)
+        log.info(
+            "%d of %d rows stand under another data-set name than %r: %s",
+            len(elsewhere),
+            len(rows),
+            dataset,
+            dict(names),
+        )
     return [
-        (row.sample_id, Entry(row.sample_id, copies[row.content_hash], row) if row.content_hash in copies else None)
-        for row in rows
+        (row.sample_id, Entry(row.sample_id, _by_age(same), row) if same else None)
+        for row, same in zip(rows, held, strict=True)
     ]
 
 
@@ -105,15 +130,19 @@ def _by_name(found: Sequence[Replica], rows: Mapping[str, DataRow]) -> dict[str,
         if len(datasets) > 1:
             raise SettingsError(f"sample {name!r} is in the data sets {sorted(datasets)}: say which with dataset=")
         content = max(copies, key=lambda replica: replica.record.capture_id).record.content_hash
-        same = _newest([replica for replica in copies if replica.record.content_hash == content])
+        same = _by_age([replica for replica in copies if replica.record.content_hash == content])
         entries[name] = Entry(name, same, rows.get(content))
     return entries
 
 
-def _newest(copies: Sequence[Replica]) -> tuple[Replica, ...]:
-    """The newest copy in each source, in the order of the sources."""
-    newest = {replica.source: replica for replica in sorted(copies, key=lambda replica: replica.record.capture_id)}
-    return tuple(newest[source] for source in sorted(newest))
+def _by_age(copies: Sequence[Replica]) -> tuple[Replica, ...]:
+    """The newest copy in each source, in the order of the sources, then the newest but one in each, and so on."""
+    ages: Counter[int] = Counter()
+    placed = []
+    for replica in sorted(copies, key=lambda replica: replica.record.capture_id, reverse=True):
+        placed.append((ages[replica.source], replica.source, replica))
+        ages[replica.source] += 1
+    return tuple(replica for *_, replica in sorted(placed, key=lambda place: place[:2]))
 
 
 def _common(found: Sequence[Replica]) -> CaptureRecord | None:
@@ -153,7 +182,7 @@ def make_sample(capture: Capture, record: CaptureRecord, row: DataRow | None) ->
     if row is not None:
         stop = capture.first_row + len(capture.token_ids)
         sample["loss_mask"] = torch.from_numpy(row.loss_mask)[capture.first_row : stop]
-    return {**sample, "sample_id": record.sample_id, "capture_id": record.capture_id}
+    return {**sample, "sample_id": record.sample_id, "capture_id": capture.capture_id}
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -1,9 +1,9 @@
 """Exported files against what was written, and against a Hugging Face forward pass of the same tokens.
 
 A file passes where its bytes and its mask are those that the manifest has hashes of, its tokens are those of the sample
-it claims to be, each of its states is within the tolerance of the layer it claims to hold, and its last layer stands on
-the claimed side of the final norm. What is compared is read from the file as the trainer reads it, not from the capture
-it was made of.
+it claims to be, and its states are those of the layers it claims to hold, with the last one on the claimed side of the
+final norm, by the rule of `hsconnector.reference.comparison`. What is compared is read from the file as the trainer
+reads it, not from the capture it was made of.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from hsconnector.errors import ShardError, StoreError
 from hsconnector.formats.manifest import ONES, Description, ManifestEntry, file_hash
 from hsconnector.formats.sample import Exported, Format
 from hsconnector.prompts.labels import mask_hash, token_hash
-from hsconnector.reference.comparison import DEFAULT_TOLERANCES, compare, explain
 from hsconnector.reference.model import ReferenceModel
-from hsconnector.reference.passes import compare_twice
+from hsconnector.reference.passes import Claim
 
-__all__ = ["EXPORT_TOLERANCES", "CheckedFile", "ExportCheck"]
-
-EXPORT_TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 2e-2}
-"""By stored dtype: `|file - reference| / |reference|`, Euclidean, of one row and slot."""
+__all__ = ["CheckedFile", "ExportCheck"]
 
 
 @dataclass(frozen=True)
@@ -34,26 +30,12 @@ class CheckedFile:
     file: str
     problem: str = ""
     largest_relative: float = 0.0
-    """The largest relative error of any row and slot."""
+    """The largest distance of any row and slot from its reference, relative to the length that it should have."""
+    scales: float = 0.0
+    """The same in what rounding moves that row by."""
 
     def __str__(self) -> str:
         return f"{self.file}: {self.problem or 'equal'}"
-
-
-@dataclass(frozen=True)
-class _Errors:
-    """How far the states of one file are from one pass of the reference."""
-
-    wrong: Any
-    """`[T, L]`, true where a row and slot is beyond the tolerance."""
-    largest: float
-    normed: float
-    """The largest error of the last layer after the final norm, where the file holds it before."""
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        return not bool(self.wrong.any()) and self.normed <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -63,8 +45,6 @@ class ExportCheck:
     format: Format
     description: Description
     reference: ReferenceModel
-    tolerance: float = 0.0
-    """Of one row and slot; 0: that of the export's dtype in `EXPORT_TOLERANCES`."""
 
     def files(
         self, folder: Path, entries: Mapping[str, ManifestEntry], compared: Container[str] | None = None
@@ -94,41 +74,16 @@ class ExportCheck:
         return CheckedFile(path.name, problem) if problem else self._states(exported, path.name)
 
     def _states(self, exported: Exported, name: str) -> CheckedFile:
-        slots, token_ids = _slots(exported, self.description), exported.token_ids.tolist()
         layer_ids = self.description.layer_ids
-        passes = compare_twice(self.reference, token_ids, layer_ids, lambda expected: self._errors(slots, expected))
-        errors = passes.decisive
-        if errors.ok:
-            return CheckedFile(name, largest_relative=max(errors.largest, errors.normed))
-        if not bool(errors.wrong.any()):
-            return CheckedFile(name, f"differs by {errors.normed:.2g} after the final norm", errors.largest)
-        where, holds = _first(errors.wrong, layer_ids), self._holds(slots, errors.wrong, passes.layers.float())
-        return CheckedFile(name, f"{where}: the slot {holds}", errors.largest)
-
-    def _errors(self, slots: Any, expected: Any) -> _Errors:
-        expected, normed = expected.float(), 0.0
-        side, norm = self.description.last_layer_norm, self.reference.normed
-        if side == "post":
-            expected[:, -1] = norm(expected[:, -1])
-        if side == "pre":
-            after = norm(expected[:, -1]).float()
-            normed = float(_relative_errors(norm(slots[:, -1].float()), after).max())
-        errors = _relative_errors(slots, expected)
-        tolerance = self.tolerance or EXPORT_TOLERANCES[self.description.dtype]
-        return _Errors(~(errors <= tolerance), float(errors.max()), normed, tolerance)
-
-    def _holds(self, slots: Any, wrong: Any, layers: Any) -> str:
-        """What the first wrong slot holds instead; `layers` `[T, N + 1, H]` is the whole reference."""
-        tolerance = DEFAULT_TOLERANCES[self.description.dtype]
-        row = int(wrong.any(dim=1).nonzero()[0])
-        slot = int(wrong[row].nonzero()[0])
-        layer, last = self.description.layer_ids[slot], self.reference.num_layers
-        normed = self.reference.normed(layers[:, last]).float()
-        if self.description.last_layer_norm == "post" and layer == last:
-            if compare(slots[:, [slot]], layers[:, [last]], tolerance).ok:
-                return f"holds the last layer {last} before the final norm, where this format has it after"
-            layers[:, last] = normed
-        return explain(slots[:, slot], layers, normed, layer_id=layer, tolerance=tolerance)
+        claim = Claim(exported.token_ids.tolist(), layer_ids, self.description.last_layer_norm == "post")
+        judged = claim.judge(_slots(exported, self.description), self.reference)
+        found = judged.difference
+        if found.ok:
+            return CheckedFile(name, "", found.largest_relative, found.row)
+        row, slot = found.first
+        where = f"row {row}, layer {layer_ids[slot]}, in {len(found.wrong_rows)} of {len(found.wrong)} rows"
+        problem = f"differs first in {where}: the slot {judged.diagnosis}"
+        return CheckedFile(name, problem, found.largest_relative, found.row)
 
 
 def _tokens(exported: Exported, entry: ManifestEntry) -> str:
@@ -170,20 +125,9 @@ def _shapes(exported: Exported, description: Description) -> str:
     return ""
 
 
-def _relative_errors(states: Any, expected: Any) -> Any:
-    """The Euclidean distance over the last dimension, relative to the length of what is expected."""
-    return (states.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-
-
 def _slots(exported: Exported, description: Description) -> Any:
     """`[T, L, H]` in the order of the description's layer ids."""
     import torch
 
     aux = exported.aux.reshape(len(exported.token_ids), -1, description.hidden_size)
     return aux if exported.last is None else torch.cat([aux, exported.last.unsqueeze(1)], dim=1)
-
-
-def _first(wrong: Any, layer_ids: tuple[int, ...]) -> str:
-    rows = wrong.any(dim=1).nonzero().flatten().tolist()
-    slot = int(wrong[rows[0]].nonzero()[0])
-    return f"differs first in row {rows[0]}, layer {layer_ids[slot]}, in {len(rows)} of {len(wrong)} rows"

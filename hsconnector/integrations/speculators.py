@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -30,10 +30,18 @@ from hsconnector.capture.record import CaptureRecord
 from hsconnector.capture.shard import Capture
 from hsconnector.client import DEFAULT_SIDECAR, Client
 from hsconnector.client.address import default_sidecar
-from hsconnector.errors import CaptureExpired, CaptureNotFound, SettingsError, ShardError, SidecarUnreachable
+from hsconnector.client.passed import Passed, PassedOver
+from hsconnector.errors import (
+    CaptureExpired,
+    CaptureNotFound,
+    SettingsError,
+    ShardError,
+    SidecarUnreachable,
+    StoreError,
+)
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 
-__all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register"]
+__all__ = ["NAME", "RunSettings", "SidecarBackend", "SidecarTransfer", "load_trainer", "register", "trainer_sample"]
 
 NAME = "hsconnector"
 
@@ -45,6 +53,7 @@ _TRAIN_OPTIONS = (
     ("--hsc-layers", "", "The layers the engine captures, if more than are trained on."),
     ("--hsc-lora", "", "The adapter that was captured."),
     ("--hsc-weights-id", "", "Whose weights, by the first digits of their id; default: the engine's."),
+    ("--hsc-max-bad", 0.01, "The fraction of rows whose captures may be damaged: passed over up to that."),
     ("--hsc-wait", 120.0, "Seconds to wait for a capture or a restarting sidecar."),
 )
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
@@ -69,6 +78,8 @@ class RunSettings:
     """The first digits of whose weights; None: the engine's that sends, else those of all captures."""
     wait_s: float = 120.0
     """How long a capture may take to be final, and the sidecar to come back."""
+    max_bad: float = 0.01
+    """The fraction of rows whose captures may all be damaged before that ends the run."""
     keep: bool = False
     """Generated captures stay in the store, and are found in the next epoch."""
 
@@ -79,15 +90,17 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self._client: Client | None = None
+        self._passed = PassedOver(settings.max_bad)
         self._rows: Any = None
         self._content: Content | None = None
         self._hinted = self._hinted_weights = False
 
-    def __getstate__(self) -> RunSettings:
-        return self.settings
+    def __getstate__(self) -> tuple[RunSettings, PassedOver]:
+        return self.settings, self._passed
 
-    def __setstate__(self, settings: RunSettings) -> None:
-        self.__init__(settings)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[RunSettings, PassedOver]) -> None:
+        self.__init__(state[0])  # type: ignore[misc]
+        self._passed = state[1]
 
     def setup(self) -> None:
         """Opens the connection; called again, does nothing."""
@@ -103,18 +116,22 @@ class SidecarTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """The sample of row `file_idx`: `hidden_states` `[T, L, H]`, `token_ids` `[T]`; None where none is stored.
 
-        Raises SettingsError where the capture is not what this run reads, ShardError where it is damaged.
+        Where its newest capture is gone or damaged, an older one of the same content is taken. A row of which none is
+        good is one that is not stored, counted and named; CaptureError lists them where they are more than `max_bad`
+        of the data set. Raises SettingsError where the capture is not what this run reads.
         """
-        digest = self.content_hash(file_idx)
-        gone: set[str] = set()
-        while (record := self._patiently(lambda client: _newest(client, digest))) is not None:
+        digest, bad = self.content_hash(file_idx), None
+        for record in self._patiently(lambda client: client.find(content_hash=digest, state=CaptureState.READY)):
             try:
                 return self._sample(record)
             except CaptureExpired:
-                if record.capture_id in gone:
-                    return None
-                gone.add(record.capture_id)
-        self._hint(file_idx)
+                continue
+            except (ShardError, StoreError) as error:
+                bad = bad or Passed(f"row {file_idx}", record.capture_id, str(error))
+        if bad is None:
+            self._hint(file_idx)
+        else:
+            self._passed.note(bad, len(self._rows))
         return None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -281,6 +298,7 @@ class SidecarBackend(HiddenStatesBackend):  # type: ignore[misc]
                 lora=args.hsc_lora,
                 weights_id=args.hsc_weights_id or None,
                 wait_s=args.hsc_wait,
+                max_bad=args.hsc_max_bad,
                 keep=args.hsc_keep == "yes",
             )
         )
@@ -300,6 +318,22 @@ def register() -> None:
     """Makes the backend known to speculators; before `speculators.train.config.resolution` is imported."""
     if HiddenStatesBackend.registry.get(NAME) is not SidecarBackend:
         HiddenStatesBackend.register(NAME)(SidecarBackend)
+
+
+def trainer_sample(sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A sample of `hsconnector.dataset`, read with the layers of a run, as the trainer's own data set gives it.
+
+    `hidden_states` `[T, (L - 1) * H]`, `verifier_last_hidden_states` `[T, H]` (the last slot), `input_ids` and
+    `loss_mask` `[T]`: what `hsconnector.dataset.Pack` puts together as the trainer's `CollateFn` does. That one also
+    counts `error_records` in a batch, samples that were not there: a data set of ours leaves them out.
+    """
+    states = sample["hidden_states"]
+    return {
+        "hidden_states": states[:, :-1].flatten(1),
+        "input_ids": sample["token_ids"],
+        "verifier_last_hidden_states": states[:, -1],
+        "loss_mask": sample["loss_mask"],
+    }
 
 
 def load_trainer() -> Callable[[Sequence[str]], None]:
@@ -334,10 +368,6 @@ def _sidecar(args: argparse.Namespace) -> str:
     return str(args.sidecar or args.hsc_url or default_sidecar())
 
 
-def _newest(client: Client, digest: str) -> CaptureRecord | None:
-    return next(client.captures(page_size=1, content_hash=digest, state=CaptureState.READY), None)
-
-
 def _check_model(name: str, found: str, wanted: str) -> None:
     if found != wanted:
         raise SettingsError(
@@ -357,6 +387,6 @@ def _check_weights(name: str, found: str, wanted: str) -> None:
 def _check_norm(name: str, capture: Capture) -> None:
     norm = capture.metadata.get("last_layer_norm")
     if norm != "pre":
-        raise ShardError(
+        raise SettingsError(
             f"{name} says last_layer_norm {norm!r}; the trainer applies the final norm itself: needs 'pre'"
         )

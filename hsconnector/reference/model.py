@@ -20,6 +20,8 @@ __all__ = ["NORM_NAMES", "ReferenceModel"]
 
 NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 """What models call their final norm."""
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts that a router chooses from."""
 _LAYER_NAMES = ("layers", "h", "blocks")
 
 
@@ -29,7 +31,8 @@ class ReferenceModel:
     def __init__(self, model: str | os.PathLike[str], *, dtype: str = "float32", device: str = "") -> None:
         """Loads a path or a hub name; `device` is a GPU where there is one. Raises SettingsError, UnsupportedError."""
         self._torch, model_class = _libraries()
-        self.name = str(model)
+        self.name, self.dtype = str(model), dtype
+        self._others: dict[str, ReferenceModel] = {}
         self.device = device or ("cuda" if self._torch.cuda.is_available() else "cpu")
         try:
             loaded = model_class.from_pretrained(self.name, dtype=getattr(self._torch, dtype))
@@ -44,6 +47,20 @@ class ReferenceModel:
     def num_layers(self) -> int:
         """Decoder layers, N: the layer id before the final norm."""
         return len(self._layers)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether a router chooses experts for each token."""
+        config = self._model.config.get_text_config()
+        return any((getattr(config, name, 0) or 0) > 1 for name in _EXPERT_COUNTS)
+
+    def in_dtype(self, dtype: str) -> ReferenceModel:
+        """The same checkpoint computed in another dtype, which is loaded when it is first asked for."""
+        if dtype == self.dtype:
+            return self
+        if dtype not in self._others:
+            self._others[dtype] = ReferenceModel(self.name, dtype=dtype, device=self.device)
+        return self._others[dtype]
 
     def refuse_foreign(self, what: str, *, num_layers: int | str, lora: str) -> None:
         """Raises SettingsError where another model made `what`; an empty `num_layers` is not known."""

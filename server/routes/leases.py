@@ -85,6 +85,13 @@ class ReleaseBody(_Body):
     capture_ids: CaptureIds = None
 
 
+class Consumer(_Body):
+    """Who holds captures, and of which queue."""
+
+    consumer: Annotated[Text, Field(min_length=1)]
+    queue: Text = ""
+
+
 class RenewBody(_Body):
     """A new deadline, from now."""
 
@@ -158,6 +165,13 @@ async def release(lease_id: str, sidecar: Served, body: ReleaseBody | None = Non
     """Captures of a lease (all by default) are free again; those it does not hold any more are left as they are."""
     released = await sidecar.lending.release(lease_id, body.capture_ids if body else None)
     return JSONResponse({"object": "lease.release", "lease_id": lease_id, "released": released})
+
+
+@router.post("/v1/leases:release")
+async def release_all(body: Consumer, sidecar: Served) -> JSONResponse:
+    """Whatever a consumer holds in a queue is free again: for one that was restarted, or broke off."""
+    released = await sidecar.lending.release_all(body.queue, body.consumer)
+    return JSONResponse({"object": "lease.release", "lease_id": None, "released": released})
 
 
 @router.post("/v1/leases/{lease_id}/renew")

@@ -111,15 +111,19 @@ RECORD = CaptureRecord(
 )
 
 
+SINCE = {"weights_id": "", "kv_cache_dtype": "", "lora_weights_id": ""}
+"""What an index of that time does not hold."""
+
+
 def test_what_an_index_of_today_holds_is_read() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ROW), type=CaptureRecord) == RECORD
     written = msgspec.msgpack.decode(msgspec.msgpack.encode(RECORD))
-    assert written == {**ROW, "handle": "", "path": None}
+    assert written == {**ROW, **SINCE, "handle": "", "path": None}
 
 
 def test_what_http_shows() -> None:
     shown = json.loads(json.dumps(describe(RECORD, "http://host:1", "/store/x")))
-    expected: dict[str, Any] = {name: value for name, value in ROW.items() if name != "mtime_ns"}
+    expected: dict[str, Any] = {name: value for name, value in ROW.items() if name != "mtime_ns"} | SINCE
     assert shown == expected | {
         "object": "capture",
         "shape": [3, 2, 8],

@@ -32,12 +32,12 @@ def captures(sidecar: SidecarThread) -> list[str]:
 def test_a_lease_from_taking_to_acknowledging(leases: Leases, captures: list[str]) -> None:
     lease = leases.take(LeaseRequest(consumer="me", count=2))
     assert [record.capture_id for record in lease.captures] == captures[:2] and lease.lease_id
-    assert leases.holdings() == [Holding("", 2)]
+    assert leases.holdings() == [Holding("", "me", 2)]
     assert leases.acknowledge(lease.lease_id, captures[:1]) == {captures[0]: "acked"}
     assert leases.acknowledge(lease.lease_id, captures[:1]) == {captures[0]: "already_acked"}
     assert leases.renew(lease.lease_id, 500) > time.time() + 300
     assert leases.release(lease.lease_id, captures[:2]) == [captures[1]]
-    assert leases.holdings() == [Holding("", 0)]
+    assert leases.holdings() == [Holding("", "me", 0)]
 
 
 def test_only_what_was_asked_for_is_lent(leases: Leases, captures: list[str]) -> None:

@@ -204,7 +204,7 @@ class TestSimplerRulesFail:
     def test_holding_by_status(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         """An aborted request whose prompt was not fully scheduled has rows that were never computed."""
         monkeypatch.setattr(Tracker, "_shortfall", lambda *args: None)
-        assert fails(config, "composite", False, range(200))
+        assert fails(config, "composite", False, range(95, 295))
 
     def test_a_block_size_that_is_not_the_groups_own(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         post_init = Rig.__post_init__

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from hsconnector.client.leases import LeaseRequest, Leases
 from hsconnector.dataset import Acked, LeasedDataset
-from hsconnector.errors import SettingsError, SidecarUnreachable
+from hsconnector.errors import CaptureError, SettingsError, SidecarUnreachable
 from tests.dataset.conftest import feed, states_of, tokens_of
 from tests.dataset.trainers import train
 from tests.proxy import Proxy
@@ -97,9 +97,15 @@ def test_masks_come_along(sidecar: SidecarThread, tmp_path: Path) -> None:
     assert [sample["loss_mask"].tolist() for sample in samples] == [[0, 0, 0], [0, 0, 0]]
     assert torch.equal(samples[0]["hidden_states"], states_of(3)[1:4][:, [1]])
     assert list(LeasedDataset(sidecar.url, data=path, queue="q", idle_s=0.1))[1]["loss_mask"].sum() == 1
-    feed(sidecar.url, [5])
-    with pytest.raises(SettingsError, match="no row of `data`"):
+    (stranger,) = feed(sidecar.url, [5])
+    with pytest.raises(CaptureError, match=rf"1 of 2 samples.*{stranger}.*no row of `data`"):
         list(LeasedDataset(sidecar.url, data=path, queue="r", idle_s=0.1))
+    going_on = LeasedDataset(sidecar.url, data=path, queue="s", idle_s=0.1, max_bad=0.5, delete=True)
+    assert (len(going_on), names(going_on)) == (2, ["3", "4"])
+    assert [passed.capture_id for passed in going_on.passed_over] == [stranger]
+    assert httpx.get(f"{sidecar.url}/v1/captures/{stranger}").json()["state"] == "ready", "another's shard stays"
+    renamed = LeasedDataset(sidecar.url, data=path, dataset="else", queue="t", idle_s=0.1)
+    assert (names(renamed), renamed.passed_over) == (["3", "4"], []), "rows come whatever their name"
 
 
 def test_a_late_acknowledgement_is_told(sidecar: SidecarThread) -> None:
@@ -162,8 +168,8 @@ class Slow(LeasedDataset):
     sent: threading.Event
     heard: threading.Event
 
-    def _ack(self, index: int, lease_id: str, captures: Sequence[str]) -> Mapping[str, str]:
-        answers = super()._ack(index, lease_id, captures)
+    def _ack(self, index: int, lease_id: str, captures: Sequence[str], *, delete: bool = False) -> Mapping[str, str]:
+        answers = super()._ack(index, lease_id, captures, delete=delete)
         if not self.sent.is_set():
             self.sent.set()
             self.heard.wait()

@@ -27,8 +27,8 @@ class Logged(LeasedDataset):
         self._write("lent", [record.capture_id for record in lease.captures])
         return lease
 
-    def _ack(self, index: int, lease_id: str, names: Sequence[str]) -> Mapping[str, str]:
-        answers = super()._ack(index, lease_id, names)
+    def _ack(self, index: int, lease_id: str, names: Sequence[str], *, delete: bool = False) -> Mapping[str, str]:
+        answers = super()._ack(index, lease_id, names, delete=delete)
         self._write("acked", [name for name, answer in answers.items() if answer == "acked"])
         return answers
 

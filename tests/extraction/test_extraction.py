@@ -28,6 +28,7 @@ from hsconnector.extraction.engine import Engine, EngineUnusable
 from hsconnector.extraction.extraction import Extraction, ExtractionStopped, Order
 from hsconnector.extraction.ledger import Fate, Ledger
 from hsconnector.prompts.prompt import Missing, Prompt, PromptReader
+from tests.examples import examples
 from tests.extraction.fake_engine import LAYERS, MAX_MODEL_LEN, FakeEngine
 from tests.sidecar import SidecarThread, start_sidecar
 
@@ -147,7 +148,7 @@ def test_every_row_is_captured_with_its_ids_and_nothing_is_asked_twice(
     assert len(engine.asked) == before
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kills=st.lists(st.integers(0, 20), min_size=1, max_size=2),
     finishing=st.lists(st.booleans(), min_size=1, max_size=5),

@@ -20,7 +20,7 @@ from hs_connectors import HiddenStatesBackend
 
 from hsconnector.capture.protocol import Commit, FailReason, Rows, Span, pack_token_ids
 from hsconnector.client import Client
-from hsconnector.errors import CaptureFailed, CapturePending, SettingsError, SidecarUnreachable
+from hsconnector.errors import CaptureError, CaptureFailed, CapturePending, SettingsError, SidecarUnreachable
 from hsconnector.integrations.speculators import (
     NAME,
     RunSettings,
@@ -31,6 +31,7 @@ from hsconnector.integrations.speculators import (
 from hsconnector.integrations.target_layers import TargetLayers, target_layers_of
 from tests.feeding import Feeder
 from tests.models import LAYER_IDS, NUM_LAYERS, tiny_qwen3
+from tests.shards import overwrite
 from tests.sidecar import SidecarThread
 from tests.training import NOBODY, STEPS, TARGETS, make_rows, train, write_dataset, write_plain_files
 
@@ -175,6 +176,25 @@ class TestCached:
         with Client(sidecar.url) as client:
             client.delete(client.find(state="ready")[0])
         assert transfer.get_cached(0) is None
+
+    def test_a_damaged_shard_leaves_an_older_one_or_is_passed_over(
+        self, connect: Connect, settings: RunSettings, sidecar: SidecarThread, feeder: Feeder
+    ) -> None:
+        states = states_of(ROWS[0])
+        feeder.capture(states, ROWS[0])
+        time.sleep(0.002)  # ids of one millisecond are in no order
+        names = [feeder.capture(states_of(row), row) for row in ROWS[:3]]
+        for name in names:
+            path = sidecar.store / "captures" / name[-2:] / f"{name}.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-10] ^= 1
+            overwrite(path, data)
+        transfer = connect(replace(settings, max_bad=1 / len(ROWS)))
+        sample = transfer.get_cached(0)
+        assert sample is not None and torch.equal(sample["hidden_states"], states)
+        assert transfer.get_cached(1) is None and transfer.get_cached(1) is None, "as if it were not stored"
+        with pytest.raises(CaptureError, match=r"2 of \d+ samples cannot be had.*'row 1'.*is damaged.*'row 2'"):
+            transfer.get_cached(2)
 
     def test_a_sidecar_that_is_down_is_waited_for_and_then_named(self, connect: Connect, settings: RunSettings) -> None:
         transfer = connect(replace(settings, url="http://127.0.0.1:9", wait_s=0.1))

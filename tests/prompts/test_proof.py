@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hsconnector.prompts.prompt import RowRefused
+from tests.examples import examples
 from tests.prompts.masks import EARLIER_ENDS, ENDS
 from tests.prompts.shapes import SHAPES, chat_of, tokenizer_of
 from tests.prompts.talks import answers, calls, says, user
@@ -73,7 +74,13 @@ def decoded(shape: str, token_ids: list[int], mask: list[int], flag: int) -> lis
 def test_the_three_rules(shape: str) -> None:
     proved = 0
 
-    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=examples(25),
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(talks())
     def holds(talk: list[dict[str, Any]]) -> None:
         nonlocal proved

@@ -4,23 +4,38 @@ import pytest
 import torch
 
 from hsconnector.errors import SettingsError
-from hsconnector.reference.comparison import compare, explain, ranges
+from hsconnector.reference.comparison import (
+    CEILING,
+    FLOORS,
+    MEDIAN_LIMIT,
+    ROUTED_FLOOR,
+    ROW_LIMIT,
+    Expected,
+    compare,
+    ranges,
+    scales,
+)
 
 LAYERS = torch.randn(20, 7, 16, generator=torch.Generator().manual_seed(0))
-NORMED = LAYERS[:, 6] / LAYERS[:, 6].norm(dim=-1, keepdim=True)
+NAMES = tuple(f"layer {layer}" for layer in range(7))
+CLAIMS = (0, 3, 6)
+
+
+def expected(layers: torch.Tensor = LAYERS, rounding: float = 0.0) -> Expected:
+    named = {name: layers[:, layer] for layer, name in enumerate(NAMES)}
+    beside = tuple(tuple(NAMES[near] for near in (layer - 1, layer + 1) if 0 <= near < 7) for layer in CLAIMS)
+    exact = layers[:, list(CLAIMS)]
+    return Expected(tuple(NAMES[i] for i in CLAIMS), beside, named, scales(exact, exact * (1 + rounding), "float32"))
 
 
 def captured() -> torch.Tensor:
-    return LAYERS[:, [0, 3, 6]].clone()
+    return LAYERS[:, list(CLAIMS)].clone()
 
 
-def explained(slot: torch.Tensor, layer_id: int = 3) -> str:
-    return explain(slot, LAYERS, NORMED, layer_id=layer_id, tolerance=1e-4)
-
-
-def test_equal_states_have_no_first_difference() -> None:
-    found = compare(captured() * (1 + 1e-6), captured(), 1e-4)
-    assert found.ok and found.wrong_rows == () and 0 < found.largest_relative < 1e-5
+def test_equal_states_are_right() -> None:
+    found = compare(captured() * (1 + 1e-6), expected())
+    assert found.ok and found.wrong_rows == [] and 0 < found.largest_relative < 1e-5
+    assert found.median == pytest.approx(0.1, rel=0.2)
 
 
 @pytest.mark.parametrize("value", [3.0, float("nan"), float("inf")])
@@ -29,52 +44,70 @@ def test_the_first_row_and_slot_that_differ_are_named(value: float) -> None:
     states[5, 2, 9] = value
     states[5, 1, 0] = value
     states[17, 0, 0] = value
-    found = compare(states, captured(), 1e-4)
+    found = compare(states, expected())
     assert not found.ok
-    assert (found.first_row, found.first_slot, found.wrong_rows) == (5, 1, (5, 17))
+    assert (found.first, found.wrong_rows) == ((5, 1), [5, 17])
 
 
-def test_a_small_row_is_held_to_its_own_size() -> None:
-    expected = captured()
-    expected[4] *= 1e-3
-    states = expected.clone()
-    states[4, 0, 0] += 1e-4
-    assert compare(states, expected, 1e-2).first_row == 4
+def test_a_row_is_held_to_its_own_size() -> None:
+    layers = LAYERS.clone()
+    layers[4] *= 1e-3
+    states = layers[:, list(CLAIMS)].clone()
+    states[4, 0, 0] += 1e-5
+    assert compare(states, expected(layers)).first == (4, 0)
+
+
+def test_what_rounding_explains_is_right_and_what_it_does_not_is_wrong() -> None:
+    inside, beyond = 0.01 * (MEDIAN_LIMIT - 0.1), 0.01 * (MEDIAN_LIMIT + 0.1)
+    assert compare(captured() * (1 + inside), expected(rounding=0.01)).ok
+    assert len(compare(captured() * (1 + beyond), expected(rounding=0.01)).wrong_rows) == 20
+    assert not compare(captured() * (1 + inside), expected()).ok
+
+
+def test_a_row_may_be_further_away_than_the_median() -> None:
+    for factor, wrong in ((ROW_LIMIT - 0.5, []), (ROW_LIMIT + 0.5, [7])):
+        states = captured()
+        states[7] *= 1 + 0.01 * factor
+        assert compare(states, expected(rounding=0.01)).wrong_rows == wrong
+
+
+def test_few_rows_have_no_median() -> None:
+    few = expected(LAYERS[:7], rounding=0.01)
+    assert compare(captured()[:7] * 1.05, few).ok
+
+
+def test_a_neighbour_that_is_nearer_is_wrong_within_every_limit() -> None:
+    """Where layers are alike and rounding is coarse, the limits alone cannot tell them apart."""
+    layers = LAYERS[:, [0]] + 0.01 * LAYERS
+    assert compare(layers[:, [0, 3, 6]], expected(layers, rounding=0.1)).ok
+    found = compare(layers[:, [0, 2, 6]], expected(layers, rounding=0.1))
+    assert found.first == (0, 1) and len(found.wrong_rows) == 20 and found.row < MEDIAN_LIMIT
+
+
+def test_a_row_that_rounding_hardly_moved_or_moved_out_of_range_has_the_scale_of_its_slot() -> None:
+    exact = captured()
+    rounded = exact * 1.01
+    rounded[3], rounded[4, 0, 0] = exact[3], float("inf")
+    scale = scales(exact, rounded, "bfloat16") / exact.norm(dim=-1)
+    torch.testing.assert_close(scale, torch.full_like(scale, 0.01), rtol=1e-3, atol=0)
+    least = scales(exact, exact, "float16") / exact.norm(dim=-1)
+    torch.testing.assert_close(least, torch.full_like(least, FLOORS["float16"]))
+
+
+def test_a_pass_that_went_wrong_is_no_measure() -> None:
+    scale = scales(captured(), captured() * 1.5, "bfloat16") / captured().norm(dim=-1)
+    torch.testing.assert_close(scale, torch.full_like(scale, CEILING))
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", ROUTED_FLOOR), ("float32", FLOORS["float32"])])
+def test_routed_experts_are_coarser_in_16_bits(dtype: str, least: float) -> None:
+    scale = scales(captured(), captured(), dtype, routed=True) / captured().norm(dim=-1)
+    torch.testing.assert_close(scale, torch.full_like(scale, least))
 
 
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"\[19, 3, 16\] with \[20, 3, 16\]"):
-        compare(captured()[1:], captured(), 1e-4)
-
-
-@pytest.mark.parametrize("other", [2, 4])
-def test_another_layer_is_recognised(other: int) -> None:
-    assert explained(LAYERS[:, other]) == f"holds layer {other} instead of layer 3"
-
-
-def test_post_norm_states_are_recognised() -> None:
-    assert "holds the last layer 6 after the final norm" in explained(NORMED, 6)
-
-
-@pytest.mark.parametrize("shift", [1, -1, 4])
-def test_shifted_rows_are_recognised(shift: int) -> None:
-    assert f"(row t holds row t{shift:+d})" in explained(LAYERS[:, 3].roll(-shift, dims=0))
-    assert f"holds layer 2 and rows {abs(shift)} " in explained(LAYERS[:, 2].roll(-shift, dims=0))
-
-
-def test_zero_and_broken_rows_are_recognised_and_counted() -> None:
-    slot = LAYERS[:, 3].clone()
-    slot[8:12] = 0
-    assert explained(slot) == "is all zero; it is so in rows 8 to 11, the other 16 rows match"
-    slot[8, 2] = float("nan")
-    assert explained(slot).startswith("holds values that are not finite; it is so in rows 8 to 11")
-
-
-def test_rows_of_another_block_match_nothing() -> None:
-    slot = LAYERS[:, 3].clone()
-    slot[16] = LAYERS[2, 3]
-    assert explained(slot).startswith("matches no layer of this model")
-    assert "in row 16, the other 19 rows match" in explained(slot)
+        compare(captured()[1:], expected())
 
 
 def test_rows_are_told_as_ranges() -> None:

@@ -25,6 +25,10 @@ def test_every_layer_and_the_norm_are_hugging_faces(tmp_path: Path, build: Calla
     apart = (states[:, :, None] - states[:, None]).abs().amax(dim=(0, 3))
     assert float((apart + torch.eye(NUM_LAYERS + 1)).min()) > 1e-2
     assert torch.equal(model.states(token_ids, [6, 0]), states[:, [6, 0]])
+    assert model.is_routed is (build is tiny_gpt_oss)
+    rounded = model.in_dtype("bfloat16")
+    assert rounded is model.in_dtype("bfloat16") and rounded.states(token_ids, [1]).dtype == torch.bfloat16
+    assert model.in_dtype("float32") is model
 
 
 def test_layers_and_checkpoints_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -369,6 +369,22 @@ def test_a_capture_goes_round(own: SidecarThread) -> None:
         assert 'consumer="' not in http.get("/metrics").text
 
 
+def test_a_consumer_that_was_restarted_gives_back_all_it_held(own: SidecarThread) -> None:
+    """It knows its leases no more; those of others and of other queues stay."""
+    with Engine(own.url) as engine, httpx.Client(base_url=own.url, timeout=60) as http:
+        names = [engine.capture(5, dataset="d") for _ in range(3)]
+        mine = [*ids(take(http)), *ids(take(http))]
+        others = ids(take(http, consumer="other"))
+        take(http, count=3, queue="q")
+        release = {"consumer": "c", "queue": ""}
+        assert sorted(http.post("/v1/leases:release", json=release).json()["released"]) == sorted(mine)
+        assert http.post("/v1/leases:release", json=release).json()["released"] == []
+        held = {(each["queue"], each["consumer"]): each["held"] for each in http.get("/v1/leases").json()["data"]}
+        assert held == {("", "c"): 0, ("", "other"): 1, ("q", "c"): 3}
+        assert sorted(ids(take(http, count=3)) + others) == sorted(names)
+        assert http.post("/v1/leases:release", json={"consumer": ""}).status_code == 400
+
+
 def test_an_ack_after_the_deadline_is_answered_by_name_and_changes_nothing(own: SidecarThread) -> None:
     with Engine(own.url) as engine, httpx.Client(base_url=own.url, timeout=60) as http:
         name = engine.capture(5)

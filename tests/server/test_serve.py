@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import httpx
 import pytest
 
+from hsconnector.cli import main
 from tests.server.engine import Engine
 from tests.sidecar import start_sidecar_process
 
 COMMAND = Path(sys.executable).with_name("hsconnector")
 
 
-def serve(*options: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stderr: str
+
+
+def serve(*options: str, **variables: str) -> Done:
+    """A command that does not get as far as listening, in this process: each start of one takes a second."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HSC_")}
-    command: list[str | Path] = [COMMAND, "serve", "--port=0", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment | variables, cwd=cwd)
+    said = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment | variables, clear=True),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main(["serve", "--port=0", *options])
+    return Done(int(ended.value.code or 0), said.getvalue())
 
 
 def test_one_line_when_ready_and_exit_0_on_sigterm(tmp_path: Path) -> None:
@@ -91,7 +110,8 @@ def test_an_option_that_says_what_the_default_is_wins_too(tmp_path: Path) -> Non
 
 def test_beside_a_server_py_of_theirs(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text("raise SystemExit('the wrong server')")
-    done = serve(f"--store={tmp_path / 'file'}", "--on-unsound=panic", cwd=tmp_path)
+    command: list[str | Path] = [COMMAND, "serve", "--port=0", f"--store={tmp_path / 'file'}", "--on-unsound=panic"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert "wrong server" not in done.stderr
     assert (done.returncode, "on_unsound" in done.stderr) == (2, True)
 

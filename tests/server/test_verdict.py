@@ -18,10 +18,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 Values = torch.Tensor
 
 
-def judge(values: Values, tokens: list[int] | None = None, chunks: list[int] | None = None) -> Verdict:
+def judge(
+    values: Values, tokens: list[int] | None = None, chunks: list[int] | None = None, first_layer: int = 1
+) -> Verdict:
     rows, slots, hidden = values.shape
     name = next(name for name, dtype in DTYPES.items() if dtype == values.dtype)
-    judging = Judge(name, tuple(range(slots)), hidden)
+    judging = Judge(name, tuple(range(first_layer, first_layer + slots)), hidden)
     row = 0
     for size in chunks or [rows]:
         part = values[row : row + size].contiguous()
@@ -121,7 +123,7 @@ def test_a_row_of_one_value_a_slot(values: Values) -> None:
 def test_equal_slots_are_named(values: Values) -> None:
     values[:, 4] = values[:, 1]
     found = finding(judge(values, chunks=[20, 20, 24]), "equal_slots")
-    assert (found.count, found.slots, found.detail) == (2, (1, 4), "layer ids [[1, 4]]")
+    assert (found.count, found.slots, found.detail) == (2, (1, 4), "layer ids [[2, 5]]")
     values[40, 4, 31] += 1
     assert judge(values, chunks=[20, 20, 24]).sound
 
@@ -132,7 +134,7 @@ def test_equal_slots_are_told_apart_in_groups(values: Values) -> None:
     rows[:, 2], rows[:, 3], rows[:, 4] = rows[:, 0], rows[:, 1], rows[:, 0]
     rows[50, 4, 31] += 1
     found = finding(judge(rows, chunks=[20, 20, 24]), "equal_slots")
-    assert (found.slots, found.detail) == ((0, 1, 2, 3), "layer ids [[0, 2], [1, 3]]")
+    assert (found.slots, found.detail) == ((0, 1, 2, 3), "layer ids [[1, 3], [2, 4]]")
     assert finding(judge(rows), "equal_slots") == found
 
 
@@ -141,6 +143,23 @@ def test_a_zero_slot_is_named(values: Values) -> None:
     verdict = judge(values)
     assert finding(verdict, "zero_slots") == Finding("zero_slots", 1, slots=(2,))
     assert verdict.slots[2].zero_fraction == 1.0
+
+
+def test_one_slot_of_one_row_zero_is_named(values: Values) -> None:
+    """Also beside rows that are zero in every slot, and wherever the chunks end."""
+    values[17, 3], values[5] = 0, 0
+    for chunks in ([64], [17, 47], [18, 46]):
+        verdict = judge(values, chunks=chunks)
+        assert verdict.findings == (Finding("zero_rows", 2, (5, 17), (3,)),)
+
+
+def test_the_embedding_of_a_padding_token_may_be_zero(values: Values) -> None:
+    """PyTorch's `Embedding(padding_idx=…)` keeps that row at zero; what leaves a layer is not."""
+    values[17, 0] = 0
+    assert judge(values, first_layer=0).sound
+    assert judge(values, first_layer=1).reasons == ("zero_rows",)
+    values[17, 1] = 0
+    assert finding(judge(values, first_layer=0), "zero_rows") == Finding("zero_rows", 1, (17,), (1,))
 
 
 def test_all_zero() -> None:
@@ -192,6 +211,8 @@ def oracle(values: Values) -> dict[str, Any]:
     return {
         "bad": (~np.isfinite(wide)).any(axis=2),
         "zero": zero,
+        "gaps": (wide == 0).all(axis=2).any(axis=1) & ~zero,
+        "zero slots": (wide == 0).all(axis=(0, 2)),
         "constant": int(constant.sum()) + sum(stop - start for start, stop in runs),
         "equal": equal,
         "norms": np.sqrt((wide[::NORM_EVERY] ** 2).sum(axis=2)).mean(axis=0),
@@ -226,7 +247,8 @@ def test_agrees_with_plain_floats(data: st.DataObject, dtype: str, rows: int, sl
     expected = oracle(values)
     counts = {found.reason: found.count for found in verdict.findings}
     assert counts.get("non_finite", 0) == expected["bad"].any(axis=1).sum()
-    assert counts.get("zero_rows", 0) == expected["zero"].sum()
+    gaps = 0 if expected["zero slots"].any() else expected["gaps"].sum()
+    assert counts.get("zero_rows", 0) == expected["zero"].sum() + gaps
     assert counts.get("constant_rows", 0) == expected["constant"]
     assert counts.get("equal_slots", 0) == len(expected["equal"])
     assert verdict.sound is (not counts)
