@@ -265,13 +265,13 @@ def test_many_conversations_are_encoded_in_another_process_in_their_order(
     engine: FakeEngine, sidecar: SidecarThread, tmp_path: Path
 ) -> None:
     data, folder = tmp_path / "d.jsonl", tmp_path / "tokens"
-    rows = [{"messages": talk("a", f"b{row}")} for row in range(700)]
+    rows = [{"messages": talk("a", f"b{row}")} for row in range(400)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert extract(data, *options(engine, sidecar), "--workers", 1, "--save-dataset", folder) == 0
     saved = list(open_rows(folder).read())
-    assert [row["row"] for row in saved] == list(range(700))  # type: ignore[index]
+    assert [row["row"] for row in saved] == list(range(400))  # type: ignore[index]
     chats = load_tokenizer(str(tmp_path / "model"))
-    assert saved[650]["input_ids"] == chats.encode(rows[650]["messages"]).token_ids  # type: ignore[index]
+    assert saved[390]["input_ids"] == chats.encode(rows[390]["messages"]).token_ids  # type: ignore[index]
 
 
 def test_a_part_takes_each_nth_row(engine: FakeEngine, sidecar: SidecarThread, data: Path) -> None:

@@ -27,8 +27,8 @@ from tests.sidecar import SidecarProcess, start_sidecar_process
 
 LONG = os.environ.get("HSC_LONG") == "1"
 pytestmark = pytest.mark.timeout(4 * 3600 if LONG else 300)
-ROWS = 300_000 if LONG else 1_500
-STORED = 1_000_000 if LONG else 20_000
+ROWS = 300_000 if LONG else 600
+STORED = 1_000_000 if LONG else 5_000
 MOST_BYTES_A_ROW = 50
 SLACK = 0 if LONG else 8 << 20
 """Bytes: in a short run what is kept of each row drowns in what a process allocates at times."""

@@ -10,7 +10,7 @@ from hsconnector.extraction.book import Book, Noted, RowSet
 from hsconnector.extraction.ledger import Fate, Ledger
 from hsconnector.prompts.prompt import Missing
 
-ROWS = 200_000
+ROWS = 80_000
 MOST_BYTES = 50
 SCRIPT = """
 import hashlib, sys
