@@ -2,7 +2,11 @@
 
 SmolLM2-135M-Instruct answers prompts, `hsconnector extract` captures the conversations through the engine, `speculators
 train` makes an EAGLE-3 drafter of the sidecar's captures, and vLLM serves it on prompts it has not seen. How many of
-its tokens the engine accepts is compared with the same drafter before training.
+its tokens the engine accepts is compared with the same drafter before training. Before it trains, captures are compared
+with a Hugging Face pass of the same tokens.
+
+`--short` shows the same in bfloat16, which people train in and which is 30 times slower on a CPU: answers are made in
+float32, few and short conversations are captured in bfloat16 and checked, and the drafter is trained for one epoch.
 """
 
 from __future__ import annotations
@@ -29,6 +33,10 @@ TRAINER = ROOT / "tests/train_cpu.py"
 FOLDER = WORK / "train"
 ANSWER_TOKENS = 64
 DRAFT_VOCABULARY = 4096
+CHECKED = 8
+"""Captures that are compared with Hugging Face, evenly spread."""
+SHORT_PROMPTS, SHORT_TOKENS = 40, 96
+"""Of the short form: prompts, and where a conversation is cut."""
 ON_ALL_CORES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Of two cores vLLM would take one and leave the other idle."""
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -40,8 +48,11 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=1000, help="at most so many prompts")
     parser.add_argument("--answers", type=int, default=1, help="conversations for each prompt")
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--short", action="store_true", help="a little of it, in bfloat16, up to the trained drafter")
     parser.add_argument("--plot", type=Path, default=FOLDER / "train_demo.png", help="where the picture goes")
     options = parser.parse_args()
+    if options.short:
+        options.prompts, options.answers, options.epochs = min(options.prompts, SHORT_PROMPTS), 1, 1
     os.environ.update(PATIENT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -66,19 +77,36 @@ def run(started: Started, options: argparse.Namespace) -> None:
     sidecar, engine = f"http://127.0.0.1:{sidecar_port}", f"http://127.0.0.1:{engine_port}"
     hsconnector = str(BIN / "hsconnector")
     started.start("sidecar", [hsconnector, "serve", "--store", str(FOLDER / "store"), "--port", str(sidecar_port)])
-    started.start("engine", engine_command(hsconnector, model, sidecar, engine_port), **ON_ALL_CORES)
     wait_for(f"{sidecar}/readyz", started, 60)
-    wait_for(f"{engine}/health", started, 600)
-    progress("the engine is ready")
+
+    def start_engine(dtype: str) -> None:
+        started.start("engine", engine_command(hsconnector, model, sidecar, engine_port, dtype), **ON_ALL_CORES)
+        wait_for(f"{engine}/health", started, 600)
+        progress(f"the engine is ready, in {dtype}")
+
+    start_engine("float32")
     count = converse(engine, model, options.prompts, options.answers)
     progress(f"the model has answered: {count} conversations")
-    extract(hsconnector, engine, sidecar)
+    if options.short:
+        started.stop_last()
+        start_engine("bfloat16")
+        extract(hsconnector, engine, sidecar, "--max-tokens", str(SHORT_TOKENS), "--too-long", "truncate")
+    else:
+        extract(hsconnector, engine, sidecar)
     started.stop_last()  # two cores are few
     data = prepare()
     progress("the conversations are captured")
+    check(hsconnector, sidecar, count)
+    if options.short:
+        train(model, data, sidecar, FOLDER / "drafter", "--epochs", "1", "--hidden-states-dtype", "bfloat16")
+        first, last = losses()[0], losses()[-1]
+        console.print(f"\nThe drafter was trained on bfloat16 captures: loss {first:.3f} at first, {last:.3f} at last")
+        return
     trained, untrained = FOLDER / "drafter", FOLDER / "untrained"
-    train(model, data, sidecar, untrained, "--dry-run")
-    train(model, data, sidecar, trained, "--epochs", str(options.epochs), "--checkpoint-freq", str(options.epochs))
+    in_float32 = ("--hidden-states-dtype", "float32")
+    train(model, data, sidecar, untrained, "--dry-run", *in_float32)
+    often = str(options.epochs)
+    train(model, data, sidecar, trained, "--epochs", often, "--checkpoint-freq", often, *in_float32)
     progress("the drafter is trained")
     accepted = {
         "untrained": acceptance(model, untrained),
@@ -92,10 +120,10 @@ def run(started: Started, options: argparse.Namespace) -> None:
         raise DemoFailed("training has not made the drafter clearly better")
 
 
-def engine_command(hsconnector: str, model: Path, sidecar: str, port: int) -> list[str]:
+def engine_command(hsconnector: str, model: Path, sidecar: str, port: int, dtype: str) -> list[str]:
     return [
         *(hsconnector, "launch", str(model), "--layers", "eagle3", "--sidecar", sidecar),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--enforce-eager"),
         *("--max-model-len", "1024", "--max-num-batched-tokens", "1024", "--max-num-seqs", "32"),
     ]
 
@@ -128,10 +156,17 @@ def answer(openai: OpenAI, model: str, prompt: str, number: int) -> list[dict[st
     return [*asked, {"role": "assistant", "content": response.choices[0].message.content}]
 
 
-def extract(hsconnector: str, engine: str, sidecar: str) -> None:
+def extract(hsconnector: str, engine: str, sidecar: str, *more: str) -> None:
     command = [hsconnector, "extract", str(FOLDER / "conversations.jsonl"), "--engine-url", engine]
     command += ["--sidecar", sidecar, "--layers", "eagle3", "--save-dataset", str(FOLDER / "rows")]
-    finish("extract", command)
+    finish("extract", [*command, *more])
+
+
+def check(hsconnector: str, sidecar: str, count: int) -> None:
+    """What is trained on is what the model computes: raises DemoFailed where a capture is not."""
+    every = str(max(1, count // CHECKED))
+    finish("verify", [hsconnector, "verify", "--sidecar", sidecar, "--every", every], HF_HUB_OFFLINE="1")
+    progress(f"each {every}th capture equals Hugging Face's pass; the table is in {FOLDER / 'verify.log'}")
 
 
 def prepare() -> Path:
@@ -155,7 +190,7 @@ def train(model: Path, data: Path, sidecar: str, save: Path, *more: str) -> None
     command = [sys.executable, str(TRAINER), str(FOLDER / f"{save.name}.jsonl"), "hsconnector", "train"]
     command += ["--verifier-name-or-path", str(model), "--data-path", str(data), "--speculator-type", "eagle3"]
     command += ["--sidecar", sidecar, "--on-missing", "raise", "--save-path", str(save), "--num-workers", "0"]
-    command += ["--hidden-states-dtype", "float32", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
+    command += ["--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
     command += ["--optimizer", "adamw", "--lr", "0.002", "--num-layers", "1", "--total-seq-len", "512"]
     command += ["--target-layer-ids", "2", "15", "27", "--draft-vocab-size", str(DRAFT_VOCABULARY)]
     command += ["--train-data-ratio", "0.95", "--log-dir", str(FOLDER / "logs"), *more]

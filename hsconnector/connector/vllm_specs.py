@@ -116,6 +116,7 @@ _NEWER = {
     "quant_mode",
     "state_content_bytes",
     "tokens_per_state",
+    "topk_buffer_width",
     "tp_replicated",
 }
 """Fields that not every version has; without one our default holds. All others must be there."""

@@ -110,7 +110,7 @@ def _dcp_sharded(spec: Spec) -> bool:
 
 _SHARED = tuple(field.name for field in fields(Attention))
 _LATENT = ("cache_dtype", "tokens_per_state", "model_version", "block_stride_alignment")
-_MLA_ALIKE = (*_LATENT, "cache_role", "is_index_group_leader")
+_MLA_ALIKE = (*_LATENT, "cache_role", "is_index_group_leader", "topk_buffer_width")
 _SLIDING_MLA_ALIKE = (
     *_LATENT,
     "sliding_window",
@@ -150,7 +150,7 @@ def _merge_mla(cls: type[MLA], specs: Sequence[Spec]) -> MLA:
     if len(layers) < len(specs):
         raise Unmergeable("all layers of an MLA group must be MLA")
     if _differ(layers, _MLA_ALIKE):
-        raise Unmergeable("MLA layers of one group must have one dtype, compression, version and role")
+        raise Unmergeable("MLA layers of one group must have one dtype, compression, version, role and index width")
     first = layers[0]
     # As in the engine: the alignment and the value width are not carried over, the padded page is.
     merged = cls(
@@ -159,6 +159,7 @@ def _merge_mla(cls: type[MLA], specs: Sequence[Spec]) -> MLA:
         model_version=first.model_version,
         cache_role=first.cache_role,
         is_index_group_leader=first.is_index_group_leader,
+        topk_buffer_width=first.topk_buffer_width,
         non_causal_multi_token_decode=any(spec.non_causal_multi_token_decode for spec in layers),
     )
     _same_attention(layers, merged)

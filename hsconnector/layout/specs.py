@@ -205,6 +205,8 @@ class MLA(FullAttention):
 
     head_size_v: int | None = 0
     cache_dtype: str | None = None
+    topk_buffer_width: int | None = None
+    """Width of a sparse model's buffer of indices, from 0.33 on; layers of two widths make two groups."""
     alignment: int | None = None
     model_version: str | None = None
     cache_role: str = "sparse"

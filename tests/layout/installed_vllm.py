@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -11,7 +12,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.attention.backend import MultipleOf
-    from vllm.v1.core import kv_cache_utils as engine
+    from vllm.v1.core import kv_cache_utils as utils
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 __all__ = [
@@ -24,4 +25,12 @@ __all__ = [
     "models_folder",
 ]
 
-models_folder = Path(engine.__file__).parents[2] / "model_executor" / "models"
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:
+    planning = utils  # before 0.33
+
+engine = SimpleNamespace(**vars(utils) | vars(planning))
+"""The functions that form groups, wherever a version keeps them."""
+
+models_folder = Path(utils.__file__).parents[2] / "model_executor" / "models"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 
 from tests.layout.installed_vllm import MultipleOf, interface
 
+HAS_TOPK_WIDTH = "topk_buffer_width" in {field.name for field in fields(interface.MLAAttentionSpec)}
 FLOATS = (torch.bfloat16, torch.float32, torch.uint8)
 BLOCKS = (16, 32, 48, 544)
 
 
 @st.composite
 def attention_fields(draw: Any, block: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    about: dict[str, Any] = {
         "block_size": block,
         "num_kv_heads": draw(st.sampled_from([1, 1, 2, 4, 8])),
         "head_size": draw(st.sampled_from([32, 64, 96, 128])),
@@ -23,19 +25,19 @@ def attention_fields(draw: Any, block: int) -> dict[str, Any]:
     }
     rare = draw(st.integers(0, 19))
     if rare == 0:
-        fields["block_stride_alignment"] = draw(st.sampled_from([256, MultipleOf(16)]))
+        about["block_stride_alignment"] = draw(st.sampled_from([256, MultipleOf(16)]))
     if rare == 1:
-        fields["state_content_bytes"] = draw(st.sampled_from([80, 656]))
-        fields["num_head_slots"] = 1
+        about["state_content_bytes"] = draw(st.sampled_from([80, 656]))
+        about["num_head_slots"] = 1
     if rare == 2:
-        fields["max_tp_shards"] = 2
+        about["max_tp_shards"] = 2
     if rare == 3:
-        fields["dcp_sharded"] = False
+        about["dcp_sharded"] = False
     if rare == 4:
-        fields["kv_quant_mode"] = interface.KVQuantMode.FP8_PER_TENSOR
+        about["kv_quant_mode"] = interface.KVQuantMode.FP8_PER_TENSOR
     if rare == 5:
-        fields["tokens_per_state"] = draw(st.sampled_from([2, 4, 16]))
-    return fields
+        about["tokens_per_state"] = draw(st.sampled_from([2, 4, 16]))
+    return about
 
 
 @st.composite
@@ -66,6 +68,7 @@ def mla(draw: Any, block: int) -> interface.MLAAttentionSpec:
         tokens_per_state=draw(st.sampled_from([1, 1, 4])),
         is_index_group_leader=draw(st.sampled_from([False, False, False, True])),
         head_size_v=draw(st.sampled_from([0, 0, 0, 0, 32])),
+        **({"topk_buffer_width": draw(st.sampled_from([None, None, 2048, 4096]))} if HAS_TOPK_WIDTH else {}),
     )
 
 

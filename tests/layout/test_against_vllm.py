@@ -69,7 +69,8 @@ def engine_groups(specs: dict[str, Any], **options: bool) -> tuple[Group, ...] |
         groups = engine.get_kv_cache_groups(config(**options), dict(specs))
     except REFUSALS:
         return None
-    return groups_from_vllm(groups) if engine._groups_partition_layers_exactly(specs, groups) else None
+    names = [name for group in groups for name in group.layer_names]
+    return groups_from_vllm(groups) if sorted(names) == sorted(specs) else None
 
 
 def our_groups(specs: dict[str, Any], *, hybrid: bool, as_engine: bool) -> tuple[Group, ...] | None:
