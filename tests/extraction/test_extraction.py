@@ -169,7 +169,7 @@ def test_killed_at_any_point_and_started_again_each_row_is_captured_once(
     engine.fault = lambda number, sample: next(endings)
     engine.after_cut = lambda: next(choices)
     for kill_at in kills:
-        run = Run([engine.url], sidecar.url, dataset, concurrency=concurrency, attempts=20)
+        run = Run([engine.url], sidecar.url, dataset, concurrency=concurrency, attempts=9)
         points = itertools.count()
 
         def point(run: Run = run, points: Iterator[int] = points, kill_at: int = kill_at) -> None:
