@@ -80,6 +80,22 @@ def test_captures_keep_their_numbers(old: OldStore) -> None:
         assert index.execute("SELECT seq FROM captures ORDER BY seq").fetchall() == [(1,), (3,)]
 
 
+def test_an_index_of_revision_0003_learns_whose_weights(old: OldStore, tmp_path: Path) -> None:
+    """Sidecars wrote such ones before captures said whose weights they are of."""
+    prepare(path_of(old))
+    with contextlib.closing(sqlite3.connect(path_of(old))) as database:
+        database.execute("DROP INDEX captures_weights")
+        database.execute("ALTER TABLE captures DROP COLUMN weights_id")
+        database.execute("UPDATE alembic_version SET version_num = '0003'")
+        database.commit()
+    prepare(path_of(old))
+    prepare(tmp_path / "new.sqlite")
+    assert shape(path_of(old)) == shape(tmp_path / "new.sqlite")
+    index = Index(path_of(old))
+    assert [each.weights_id for each in index.page(Filter(weights_id=""), limit=9).records] == ["", ""]
+    index.close()
+
+
 def test_doing_it_again_changes_nothing(old: OldStore) -> None:
     prepare(path_of(old))
     before = dump(path_of(old))
